@@ -1,0 +1,136 @@
+"""The scripted teacher: a policy that reads the answer key and the observations, and speaks the wire format.
+
+Contract: it searches (k = 2) for each fact of the key, calculates once where the shape needs it, and answers.
+Every value it writes comes from an observation; where a search misses the fact it answers `unknown`, and the
+filter drops the trajectory. Its thoughts restate what was found in the words of the passages, `the {attribute}
+of {entity} is {value}`: a small student learns that copy long before it learns to pick a value from afar.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from stacklm_hf.protocol.encoding import encode_untrusted
+from stacklm_hf.protocol.tokens import END, TOOL_CALL
+from stacklm_hf.protocol.wire import call_json
+from stacklm_hf.rollout.policy import PolicyError, TurnOutput, TurnRequest
+from stacklm_hf.rollout.trajectory import Step
+from stacklm_hf.worlds.base import Task
+
+UNKNOWN = "unknown"
+_SEARCH_K = 2
+_OPERATORS = {"sum": "+", "compare": "-"}
+_SHAPES = {None: 1, "double": 1, "sum": 2, "compare": 2}
+
+# Wordings: the first is the teacher's own, the others are drawn when it is sampled at a temperature.
+_FIRST = ("I need the {fact}.", "First, the {fact}.", "I look up the {fact}.")
+_NEXT = (" Next, the {fact}.", " Now I need the {fact}.", " Then the {fact}.")
+_DOUBLE = (" Multiply it by 2.", " Now times 2.", " I double it.")
+_SUM = (" Add them.", " Now the sum.", " I add the two.")
+_COMPARE = (" Compare them.", " Now the difference.", " I subtract them.")
+_DONE = (" I have everything I need.", " That is all I need.", " Done.")
+
+
+class ScriptedTeacher:
+    """Solves tasks that carry a key.
+
+    Args:
+        tokenizer: The student's tokenizer.
+        temperature: 0 for the fixed wording; above 0 each turn draws its wording from the turn's seed.
+    """
+
+    name = "scripted"
+    max_context = 1 << 20
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, temperature: float = 0.0):
+        self.tokenizer = tokenizer
+        self.temperature = temperature
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Settings to record with each episode."""
+        return {"temperature": self.temperature}
+
+    def release(self, episode_id: str) -> None:
+        """Keeps nothing."""
+
+    async def turn(self, request: TurnRequest) -> TurnOutput:
+        """Writes the next turn.
+
+        Raises:
+            PolicyError: The task carries no key, or the turn does not fit the budget.
+        """
+        choose = random.Random(request.seed).choice if self.temperature > 0 else (lambda options: options[0])
+        thought, call, answer = _decide(request.task, request.steps, choose)
+        ids = encode_untrusted(self.tokenizer, f"Thought: {thought}\n")
+        if call is not None:
+            ids.append(self.tokenizer.convert_tokens_to_ids(TOOL_CALL))
+            ids += encode_untrusted(self.tokenizer, call_json(*call))
+        else:
+            ids = encode_untrusted(self.tokenizer, f"Thought: {thought}\nAnswer: {answer}")
+        ids.append(self.tokenizer.convert_tokens_to_ids(END))
+        if len(ids) > request.max_new_tokens:
+            raise PolicyError(f"the scripted turn takes {len(ids)} tokens, {request.max_new_tokens} are allowed")
+        return TurnOutput(ids, [None] * len(ids), [False] * len(ids))
+
+
+def find_value(observation: str, entity: str, attribute: str) -> str | None:
+    """The value of a fact in an observation, read from its clause `the {attribute} of {entity} is {value}`."""
+    clause = re.compile(rf"\bthe {re.escape(attribute)} of {re.escape(entity)} is (\S+?)(?=[.,;:!?)]*(?:\s|$))")
+    match = clause.search(observation)
+    return match.group(1) if match else None
+
+
+_Call = tuple[str, dict[str, Any]]
+
+
+def _decide(task: Task, steps: tuple[Step, ...], choose: Any) -> tuple[str, _Call | None, str]:
+    """The thought, the call if there is one, and else the answer."""
+    if task.op not in _SHAPES or len(task.facts) != _SHAPES[task.op] or len(task.queries) != len(task.facts):
+        raise PolicyError(f"task {task.task_id!r} carries no key that the scripted teacher can read")
+    searches = [step for step in steps if step.tool == "search"]
+    values = [find_value(step.observation or "", *fact) for step, fact in zip(searches, task.facts, strict=False)]
+    if None in values:
+        return "The search did not find it.", None, UNKNOWN
+    found = _restate(task, len(values) - 1, values) if values else ""
+    if len(values) < len(task.facts):
+        fact = _name(task, len(values))
+        thought = (found + choose(_NEXT).format(fact=fact)) if found else choose(_FIRST).format(fact=fact)
+        return thought, ("search", {"query": task.queries[len(values)], "k": _SEARCH_K}), ""
+    if task.op is None:
+        return found + choose(_DONE), None, str(values[0])
+    results = [step.observation or "" for step in steps if step.tool == "calc"]
+    if not results:
+        thought = found + choose({"double": _DOUBLE, "sum": _SUM, "compare": _COMPARE}[task.op])
+        return thought, ("calc", {"expr": _expression(task, values)}), ""
+    return _conclude(task, results[-1], choose)
+
+
+def _name(task: Task, index: int) -> str:
+    entity, attribute = task.facts[index]
+    return f"{attribute} of {entity}"
+
+
+def _restate(task: Task, index: int, values: list[str | None]) -> str:
+    return f"the {_name(task, index)} is {values[index]}."
+
+
+def _expression(task: Task, values: list[str | None]) -> str:
+    if task.op == "double":
+        return f"{values[0]}*2"
+    return f"{values[0]}{_OPERATORS[task.op or '']}{values[1]}"
+
+
+def _conclude(task: Task, result: str, choose: Any) -> tuple[str, None, str]:
+    if result.startswith("CalcError"):
+        return "The calculation failed.", None, UNKNOWN
+    if task.op != "compare":
+        return choose(_DONE).strip(), None, result
+    first, second = (entity for entity, _ in task.facts)
+    if result.startswith("-"):
+        return "The difference is negative, so the second is larger.", None, second
+    return "The difference is positive, so the first is larger.", None, first

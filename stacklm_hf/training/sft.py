@@ -1,0 +1,151 @@
+"""Supervised fine-tuning: TRL's SFTTrainer on the dataset's `input_ids` and `assistant_masks`.
+
+Contract: the loss covers exactly the tokens that the policy of a trajectory wrote. Batches are grouped by
+length, so that little of what is computed is padding; the share is logged as `padding_share`. A run resumes
+from its newest checkpoint to the same loss curve.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers.trainer_utils import get_last_checkpoint
+from trl import SFTConfig, SFTTrainer
+
+from stacklm_hf.data.dataset import check_columns
+from stacklm_hf.modeling.configuration_stack import StackConfig
+from stacklm_hf.modeling.modeling_stack import StackForCausalLM
+
+logger = logging.getLogger(__name__)
+
+
+def cpu_supports_bf16() -> bool:
+    """Whether matrix products in bfloat16 have hardware behind them on this CPU."""
+    return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def build_student(tokenizer: PreTrainedTokenizerBase, preset: str, seed: int, **overrides: Any) -> StackForCausalLM:
+    """A Stack model of a named size from random weights, fitting a tokenizer.
+
+    Args:
+        tokenizer: A Stack tokenizer.
+        preset: A name of `stacklm_hf.modeling.configuration_stack.PRESETS`.
+        seed: Seed of the weights.
+        overrides: Arguments of the configuration.
+    """
+    config = StackConfig.from_preset(preset, vocab_size=len(tokenizer), **overrides)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return StackForCausalLM(config)
+
+
+class AgentSFTTrainer(SFTTrainer):
+    """SFTTrainer that logs the share of padding, and honours the z-loss of a Stack model.
+
+    TRL's own loss is computed from the hidden states, past the model's loss; a model with a z-loss is asked for
+    its loss instead.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._cells = self._padding = 0
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        mask = inputs.get("attention_mask")
+        if self.model.training and mask is not None:
+            self._cells += mask.numel()
+            self._padding += mask.numel() - int(mask.sum())
+        if getattr(self.model.config, "z_loss_coef", 0.0):
+            return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    @property
+    def padding_share(self) -> float:
+        """Padding among all tokens computed so far, 0 to 1."""
+        return self._padding / self._cells if self._cells else 0.0
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            logs["padding_share"] = round(self.padding_share, 4)
+        super().log(logs, start_time)
+
+
+def default_sft_config(output_dir: str | Path, **overrides: Any) -> SFTConfig:
+    """TRL's configuration with the defaults of this package; every one can be overridden.
+
+    Batches are grouped by length, nothing is cut, precision is bfloat16 where the hardware has it, metrics go to
+    TensorBoard.
+    """
+    on_cpu = not torch.cuda.is_available()
+    values: dict[str, Any] = {
+        "output_dir": str(output_dir),
+        "per_device_train_batch_size": 8,
+        "train_sampling_strategy": "group_by_length",
+        "max_length": 1024,
+        "packing": False,
+        "bf16": cpu_supports_bf16() if on_cpu else torch.cuda.is_bf16_supported(),
+        "use_cpu": on_cpu,
+        "gradient_checkpointing": False,
+        "logging_steps": 25,
+        "save_strategy": "steps",
+        "save_steps": 200,
+        "save_total_limit": 2,
+        "report_to": "tensorboard",
+        "dataloader_pin_memory": not on_cpu,
+    }
+    return SFTConfig(**{**values, **overrides})
+
+
+def make_trainer(
+    model: PreTrainedModel | str,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: Dataset,
+    config: SFTConfig,
+    *,
+    peft_config: Any = None,
+    eval_dataset: Dataset | None = None,
+) -> AgentSFTTrainer:
+    """A trainer over a dataset of trajectories.
+
+    Raises:
+        ValueError: The dataset lacks the columns, or an example is longer than `config.max_length` (which would
+            cut it).
+    """
+    check_columns(dataset)
+    if not len(dataset):
+        raise ValueError("the dataset is empty: collect trajectories first")
+    longest = max(map(len, dataset["input_ids"]))
+    if config.max_length is not None and longest > config.max_length:
+        raise ValueError(
+            f"an example has {longest} tokens, max_length is {config.max_length}: raise it, or build the dataset "
+            "with this max_length so that longer trajectories are dropped and counted"
+        )
+    columns = ["input_ids", "assistant_masks"]
+    return AgentSFTTrainer(
+        model=model,
+        args=config,
+        train_dataset=dataset.select_columns(columns),
+        eval_dataset=eval_dataset.select_columns(columns) if eval_dataset is not None else None,
+        processing_class=tokenizer,
+        peft_config=peft_config,
+    )
+
+
+def last_checkpoint(output_dir: str | Path) -> str | None:
+    """The newest whole checkpoint of a run, None without one."""
+    if not Path(output_dir).is_dir():
+        return None
+    found = get_last_checkpoint(str(output_dir))
+    # A kill in the middle of a save leaves a folder without its last file.
+    while found is not None and not (Path(found) / "trainer_state.json").is_file():
+        logger.warning("%s is not whole (killed while it was written?), going back to the one before", found)
+        Path(found).rename(Path(found).with_name("broken-" + Path(found).name))
+        found = get_last_checkpoint(str(output_dir))
+    return found
