@@ -61,7 +61,7 @@ _NUMERAL = re.compile(
 _HIT_MARKER = re.compile(r"(?:^|(?<= ))\[[0-9]{1,3}\] ")
 
 
-def normalize_answer(text: str | None) -> str:
+def normalize_answer(text: str | float | None) -> str:
     """The form in which two answers are compared; idempotent.
 
     A number becomes its shortest plain form (`4,042.50` gives `4042.5`), in powers of ten where that would need
@@ -88,7 +88,7 @@ def normalize_answer(text: str | None) -> str:
     return text if number is None else number
 
 
-def is_correct(answer: str | None, gold: str | None) -> bool:
+def is_correct(answer: str | float | None, gold: str | float | None) -> bool:
     """Whether an answer equals the gold answer; the table above says when. Symmetric, and never raises.
 
     Args:
@@ -99,7 +99,7 @@ def is_correct(answer: str | None, gold: str | None) -> bool:
     return not _NEVER.fullmatch(value) and value == normalize_answer(gold)
 
 
-def is_grounded(answer: str | None, observations: Iterable[str]) -> bool:
+def is_grounded(answer: str | float | None, observations: Iterable[str]) -> bool:
     """Whether the answer stands in an observation as a whole number or as whole words.
 
     A number is looked for by its value (`10,000` grounds `10000`) and never inside another number, word, range,

@@ -29,10 +29,10 @@ refused by the harness.
 
 Where the evidence cannot be known (no task, or a task without `facts`, such as a question over one's own
 documents), the rules degrade: evidence counts as found when the gold answer stands in an observation. Otherwise
-it is BAD_QUERY where no lookup brought up anything (and a calculation was not all that was tried) or where one
-of the task's queries was never made; else, where a calculation ran or the shape asks for one, WRONG_COPY if it uses a number (10 or more, or a
-fraction) that stands neither in the question nor in an earlier observation, and WRONG_CALCULATION if not; else
-EVIDENCE_MISSED.
+it is BAD_QUERY where no lookup brought up anything (unless calculating was all that was tried), or where one of
+the task's queries was never made. Else, where a calculation ran or the shape asks for one, it is WRONG_COPY if
+the calculation uses a number (10 or more, or a fraction) that stands neither in the question nor in an earlier
+observation, and WRONG_CALCULATION if not. Else it is EVIDENCE_MISSED.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from typing import NamedTuple
 
 from stacklm_hf.protocol.wire import FORMAT_ERROR, NO_RESULTS, REPEATED_CALL
 from stacklm_hf.rollout.trajectory import Step, StepKind, StopReason, Trajectory
-from stacklm_hf.verify import is_correct
+from stacklm_hf.verify import is_correct, is_grounded
 from stacklm_hf.worlds.base import Task
 
 CALCULATOR = "calc"
@@ -159,9 +159,9 @@ class _Episode:
         self.ran = [index for index, step in enumerate(self.steps) if _ran(step)]
         self.lookups = [index for index in self.ran if self.steps[index].tool != CALCULATOR]
         self.calculations = [index for index in self.ran if self.steps[index].tool == CALCULATOR]
-        # The turn that ended the episode. A full context ended it after the last turn that there is.
-        full = trajectory.stop_reason is StopReason.CONTEXT_FULL
-        self.end = len(self.steps) if full else max(len(self.steps) - 1, 0)
+        # The turn that ended the episode; a full context ended it after the last turn that there is.
+        self.full = trajectory.stop_reason is StopReason.CONTEXT_FULL
+        self.end = len(self.steps) if self.full else max(len(self.steps) - 1, 0)
 
     def faults(self) -> list[Fault]:
         """All faults that were not made up for; never empty."""
@@ -174,20 +174,20 @@ class _Episode:
     def _broken_turns(self) -> Iterator[Fault]:
         last_run = self.ran[-1] if self.ran else -1
         for index, step in enumerate(self.steps):
-            if index < last_run:
-                continue  # the policy went on with a call that ran
+            if index < last_run or step.forced or (self.full and step.cut):
+                continue  # the policy went on with a call that ran, or the limit came first and cut the turn
             if _is_repeat(step):
                 if not self._in_hand(index):
                     yield Fault(index, Failure.REPEATED_CALL)
             elif _is_refused(step):
                 yield Fault(index, Failure.MALFORMED)
-        final = self.steps[-1] if self.steps else None
-        no_answer = final is not None and final.kind is StepKind.ANSWER and not (final.answer or "").strip()
-        if no_answer or self.trajectory.stop_reason is StopReason.LENGTH:
+        stop = self.trajectory.stop_reason
+        no_answer = stop is StopReason.ANSWERED and not (self.trajectory.answer or "").strip()
+        if no_answer or stop is StopReason.LENGTH:
             yield Fault(self.end, Failure.MALFORMED)
 
     def _cut_short(self) -> Iterator[Fault]:
-        if self.trajectory.stop_reason is StopReason.CONTEXT_FULL:
+        if self.full:
             yield Fault(self.end, Failure.CONTEXT_FULL)
         elif self.trajectory.stop_reason is StopReason.STEP_LIMIT:
             yield Fault(self.end, Failure.STEP_LIMIT)
@@ -234,10 +234,9 @@ class _Episode:
             yield Fault(valued[0], Failure.WRONG_CALCULATION)
 
     def _needs_calculation(self) -> bool:
-        if self.facts:
-            return self.op is not None
-        in_hand = self._in_hand(len(self.steps))
-        return self.op is not None or (bool(self.calculations) and not in_hand)
+        if self.facts or self.op is not None:
+            return self.op not in (None, COMPARE)
+        return bool(self.calculations) and not self._in_hand(len(self.steps))
 
     def _wrong_numbers(self, index: int) -> bool:
         """Whether a calculation with the wrong result has the right form, and so the wrong numbers."""
@@ -255,7 +254,7 @@ class _Episode:
             return all(any(_states(self._observation(i), fact) for i in earlier) for fact in self.facts)
         if self.facts:
             return any(is_correct(self._observation(i), self.gold) for i in earlier if i in self.calculations)
-        return any(_shows(self._observation(i), self.gold) for i in earlier)
+        return is_grounded(self.gold, [self._observation(i) for i in earlier])
 
     def _went_on(self) -> int:
         """Where the policy went on without a fact: its first calculation, else its last turn."""
@@ -309,12 +308,6 @@ def _states(observation: str, fact: Sequence[str]) -> bool:
     """Whether a passage states the fact: `the {attribute} of {entity} is {value}`."""
     entity, attribute = fact
     return re.search(rf"(?<!\w){re.escape(_plain(f'{attribute} of {entity} is'))} \S", _plain(observation)) is not None
-
-
-def _shows(observation: str, gold: str) -> bool:
-    """Whether the gold answer stands in the text on its own, not as a part of a longer word or number."""
-    gold = _plain(gold)
-    return bool(gold) and re.search(rf"(?<![\w.,-]){re.escape(gold)}(?![\w-]|[.,]\d)", _plain(observation)) is not None
 
 
 def _numbers(text: str) -> set[Decimal]:

@@ -62,9 +62,10 @@ def format_markdown(results: Mapping[str, EvaluationResult]) -> str:
     """
     grid = _Grid.of(results)
     columns = [*grid.fixed, *(column for run in grid.runs for column in run)]
-    head, *body = zip(*columns, strict=True)
-    head, body = [_escape(label) for label in head], [(_escape(kind), *cells) for kind, *cells in body]
+    labels, *cells = [list(row) for row in zip(*columns, strict=True)]
+    head = [_escape(label) for label in labels]
     rule = ["---", *("---:" for _ in head[1:])]
+    body = [[_escape(kind), *scores] for kind, *scores in cells]
     lines = ["| " + " | ".join(row) + " |" for row in (head, rule, *body)]
     return "\n".join([*lines, "", _note(results)])
 

@@ -1,17 +1,20 @@
 """Configuration of the Stack architecture, and its named sizes.
 
-This file is copied into every saved checkpoint (see `auto_map`) and must load where the package is not installed:
-it imports nothing but transformers and huggingface_hub.
+This file is copied into every saved checkpoint and must load where the package is not installed; and it is imported
+while transformers' own modules are still loading (see `registration`). So it imports transformers' configuration base
+and nothing else of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
-from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_rope_utils import RopeParameters
 
-# The control tokens are the last nine ids of a native vocabulary; these are their distances from its end.
+# The control tokens are the last nine ids of a native vocabulary; these are distances from its end.
 _BOS_FROM_END, _PAD_FROM_END, _END_FROM_END = 9, 7, 3
 
 AUTO_MAP: dict[str, str] = {
@@ -21,9 +24,9 @@ AUTO_MAP: dict[str, str] = {
 }
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # The published model: 101,353,728 parameters, 84,576,512 without the embedding.
+    # The published model: 101,353,728 parameters, 84,576,512 without the embedding. The defaults of StackConfig.
     "stack-100m": {},
-    # Small enough to learn the research world on two CPU cores.
+    # Small enough to learn the research world on two CPU cores in minutes.
     "stack-demo": {
         "vocab_size": 2048,
         "hidden_size": 256,
@@ -38,22 +41,44 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 @strict
-class StackConfig(Qwen3Config):
+class StackConfig(PreTrainedConfig):
     """Configuration of a Stack model: Qwen3's blocks, with no rotary embedding on every `nope_every`-th layer.
 
-    The defaults are those of Stack-100M. All arguments of `transformers.Qwen3Config` are accepted.
+    The defaults are those of Stack-100M.
 
     Args:
-        nope_every (`int`, defaults to 4): Layers `nope_every - 1, 2 * nope_every - 1, ...` apply no rotary embedding
-            (NoPE). 0 switches NoPE off: every layer is then rotary, and the model is a plain Qwen3.
+        vocab_size (`int`, defaults to 32768): Rows of the embedding, control and padding tokens included.
+        hidden_size (`int`, defaults to 512): Width of the residual stream.
+        intermediate_size (`int`, defaults to 1408): Inner width of the SwiGLU.
+        num_hidden_layers (`int`, defaults to 30): Number of layers.
+        num_attention_heads (`int`, defaults to 8): Number of query heads.
+        num_key_value_heads (`int`, *optional*, defaults to 2): Number of key and value heads, each shared by a group
+            of query heads. None for as many as query heads.
+        head_dim (`int`, defaults to 64): Dimension of a head.
+        hidden_act (`str`, defaults to `"silu"`): Activation of the gate.
+        max_position_embeddings (`int`, defaults to 2048): Context length in tokens.
+        initializer_range (`float`, defaults to 0.02): Standard deviation of the initial weights; divided by
+            `sqrt(2 * num_hidden_layers)` for the two projections that write to the residual stream.
+        rms_norm_eps (`float`, defaults to 1e-5): Epsilon of the norms.
+        use_cache (`bool`, defaults to True): Whether the model returns its key-value cache.
+        tie_word_embeddings (`bool`, defaults to True): Whether the head shares the embedding's weight.
+        rope_parameters (`dict`, *optional*): Rotary embedding, as in every transformers model. The base is 10000
+            where not given.
+        attention_bias (`bool`, defaults to False): Whether the attention projections have a bias.
+        attention_dropout (`float`, defaults to 0.0): Dropout of the attention weights in training.
+        nope_every (`int`, defaults to 4): Layers `nope_every - 1, 2 * nope_every - 1, ...` (from 0) apply no rotary
+            embedding (NoPE). 0 switches NoPE off: every layer is then rotary, as in a Qwen3.
         z_loss_coef (`float`, defaults to 0.0): Weight of the z-loss, the mean of `logsumexp(logits) ** 2` over the
             tokens that the cross-entropy counts. 0 switches it off; Stack-100M was trained with 1e-4.
         final_logit_softcapping (`float`, *optional*): Cap `c` of the logits, `c * tanh(logits / c)`, in training and
-            inference alike.
+            inference alike. 0 is read as None.
         attn_logit_softcapping (`float`, *optional*): The same cap on the attention scores, before the mask. Needs
-            eager, flex or flash attention: sdpa has no place for it.
+            eager, flex or flash attention: sdpa has no place for it. 0 is read as None.
         pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): Where not given, the ids of `<|pad|>`, `<|bos|>`
             and `<|end|>` (which ends a turn) in a native vocabulary of `vocab_size` tokens.
+
+    Raises:
+        ValueError: If the sizes do not fit together.
 
     Example:
         >>> config = StackConfig.from_preset("stack-100m", z_loss_coef=1e-4)
@@ -62,10 +87,27 @@ class StackConfig(Qwen3Config):
     """
 
     model_type = "stack"
-    # Gemma 2's names for the two caps are the ones that the ecosystem reads; these are the native ones.
-    attribute_map: ClassVar[dict[str, str]] = {
-        "logit_soft_cap": "final_logit_softcapping",
-        "attn_soft_cap": "attn_logit_softcapping",
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    _auto_class: ClassVar[str | None] = "AutoConfig"
+    # Called before the first config exists, the moment from which an Auto class can ask for its model. Set by the
+    # package's `registration`, and None in the copy beside a checkpoint, where `auto_map` does that work.
+    _before_first_use: ClassVar[Callable[[], None] | None] = None
+
+    base_model_tp_plan: ClassVar[dict[str, Any] | None] = {
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
+        "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
+    base_model_pp_plan: ClassVar[dict[str, Any] | None] = {
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
     }
 
     vocab_size: int = 32768
@@ -75,16 +117,29 @@ class StackConfig(Qwen3Config):
     num_attention_heads: int = 8
     num_key_value_heads: int | None = 2
     head_dim: int = 64
+    hidden_act: str = "silu"
     max_position_embeddings: int = 2048
+    initializer_range: float = 0.02
     rms_norm_eps: float = 1e-5
+    use_cache: bool = True
     tie_word_embeddings: bool = True
+    rope_parameters: RopeParameters | dict | None = None
+    attention_bias: bool = False
+    attention_dropout: float | int = 0.0
     nope_every: int = 4
-    z_loss_coef: float = 0.0
-    final_logit_softcapping: float | None = None
-    attn_logit_softcapping: float | None = None
+    z_loss_coef: float | int = 0.0
+    final_logit_softcapping: float | int | None = None
+    attn_logit_softcapping: float | int | None = None
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        # A native 0 means off.
+        if (before := StackConfig._before_first_use) is not None:
+            StackConfig._before_first_use = None
+            before()
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
         self.final_logit_softcapping = self.final_logit_softcapping or None
         self.attn_logit_softcapping = self.attn_logit_softcapping or None
         if self.vocab_size >= _BOS_FROM_END:
@@ -94,9 +149,22 @@ class StackConfig(Qwen3Config):
                 self.pad_token_id = self.vocab_size - _PAD_FROM_END
             if self.eos_token_id is None:
                 self.eos_token_id = self.vocab_size - _END_FROM_END
-        # TRL and vLLM look the classes up here, in memory as well as in a saved folder.
+        # TRL looks the model class up here, in memory as well as in a saved folder.
         kwargs["auto_map"] = {**AUTO_MAP, **(kwargs.get("auto_map") or {})}
         super().__post_init__(**kwargs)
+
+    def validate_architecture(self) -> None:
+        """Part of `@strict`'s validation: sizes that cannot be built are named here, not deep in a forward."""
+        if self.num_attention_heads % (self.num_key_value_heads or self.num_attention_heads):
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads "
+                f"({self.num_key_value_heads})"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim ({self.head_dim}) must be even: the rotary embedding turns pairs")
+        for name in ("nope_every", "z_loss_coef", "final_logit_softcapping", "attn_logit_softcapping"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> StackConfig:
@@ -110,7 +178,7 @@ class StackConfig(Qwen3Config):
             ValueError: If there is no such size.
         """
         if name not in PRESETS:
-            raise ValueError(f"no size is named {name!r}; choose one of {', '.join(sorted(PRESETS))}")
+            raise ValueError(f"no size is named {name!r}: choose one of {', '.join(sorted(PRESETS))}")
         return cls(**{**PRESETS[name], **overrides})
 
     def is_nope_layer(self, layer_idx: int) -> bool:

@@ -27,6 +27,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from stacklm_hf.protocol.template import CHAT_TEMPLATE, RESPONSE_TEMPLATE
 from stacklm_hf.protocol.tokens import BOS, END, PAD, SPECIAL_TOKENS
 
 NATIVE_FORMAT = "stacklm-bpe-v1"
@@ -167,6 +168,8 @@ def _init_kwargs(model_max_length: int | None) -> dict[str, Any]:
         "padding_side": "left",  # spelled out, so that the backend class of a process without us has it too
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+        "response_template": RESPONSE_TEMPLATE,
     }
     if model_max_length is not None:
         kwargs["model_max_length"] = model_max_length

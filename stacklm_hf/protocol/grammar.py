@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from stacklm_hf.protocol.tokens import END, SPECIAL_TOKENS, TOOL_CALL
+from stacklm_hf.protocol.tokens import END, TOOL_CALL, control_ids
 
 if TYPE_CHECKING:
     import xgrammar
@@ -103,17 +103,17 @@ def _integer_regex(schema: dict[str, Any]) -> str:
 
 
 def structural_tag(
-    tools: Sequence[tuple[str, dict[str, Any]]], control_ids: Sequence[int], call_id: int, max_tokens: int | None = None
+    tools: Sequence[tuple[str, dict[str, Any]]], excluded: Sequence[int], call_id: int, max_tokens: int | None = None
 ) -> dict[str, Any]:
     """The structural tag of a whole turn, for xgrammar and for vLLM's `structural_tag`.
 
     Args:
         tools: `(name, parameters)` of each tool.
-        control_ids: Ids that the free text may not hold.
+        excluded: Ids that the free text may not hold.
         call_id: Id of `<|tool_call|>`.
         max_tokens: Tokens that the free text may take; None for as many as the turn has.
     """
-    thought: dict[str, Any] = {"type": "any_tokens", "exclude_tokens": sorted(control_ids)}
+    thought: dict[str, Any] = {"type": "any_tokens", "exclude_tokens": sorted(excluded)}
     if max_tokens is not None:
         thought["max_tokens"] = max_tokens
     elements: list[dict[str, Any]] = [thought]
@@ -125,19 +125,10 @@ def structural_tag(
     return {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
 
 
-def control_token_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids that no free text may hold: the nine, and every other special token of the tokenizer.
-
-    Raises:
-        ValueError: The tokenizer lacks one of the nine.
-    """
-    vocabulary = tokenizer.get_vocab()
-    missing = [token for token in SPECIAL_TOKENS if token not in vocabulary]
-    if missing:
-        raise ValueError(f"the tokenizer lacks {', '.join(missing)}: add them with stacklm_hf.add_agent_tokens")
-    ids = {vocabulary[token] for token in SPECIAL_TOKENS}
-    ids.update(index for index, token in tokenizer.added_tokens_decoder.items() if token.special)
-    return sorted(ids)
+def excluded_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids that no free text may hold: the nine, and every other special token of the tokenizer."""
+    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return sorted(special.union(control_ids(tokenizer).values()))
 
 
 class TurnGrammar:
@@ -163,10 +154,9 @@ class TurnGrammar:
         import xgrammar
 
         self.vocab_size = vocab_size or len(tokenizer)
-        vocabulary = tokenizer.get_vocab()
-        control = control_token_ids(tokenizer)
-        self.end_id: int = vocabulary[END]
-        self.tag = structural_tag(tools, control, vocabulary[TOOL_CALL], max_tokens)
+        control = control_ids(tokenizer)
+        self.end_id = control[END]
+        self.tag = structural_tag(tools, excluded_ids(tokenizer), control[TOOL_CALL], max_tokens)
         info = xgrammar.TokenizerInfo.from_huggingface(
             tokenizer, vocab_size=self.vocab_size, stop_token_ids=[self.end_id]
         )

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stacklm_hf import verify
 from stacklm_hf.protocol.encoding import encode_trusted, encode_untrusted
-from stacklm_hf.protocol.tokens import ASSISTANT, END, SPECIAL_TOKENS, TOOL_RESULT
+from stacklm_hf.protocol.tokens import ASSISTANT, END, TOOL_RESULT, control_ids
 from stacklm_hf.protocol.wire import (
     FORCED_BODY,
     FORMAT_ERROR,
@@ -77,7 +77,7 @@ def decode_turn(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) ->
 
     Text that merely spells a marker comes back neutralised, so that it cannot be taken for one.
     """
-    control = {tokenizer.convert_tokens_to_ids(token): token for token in SPECIAL_TOKENS}
+    control = {token_id: token for token, token_id in control_ids(tokenizer).items()}
     parts: list[str] = []
     plain: list[int] = []
     for token_id in [*token_ids, None]:
@@ -85,7 +85,7 @@ def decode_turn(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) ->
             plain.append(token_id)
             continue
         if plain:
-            parts.append(neutralize(tokenizer.decode(plain, clean_up_tokenization_spaces=False)))
+            parts.append(neutralize(str(tokenizer.decode(plain, clean_up_tokenization_spaces=False))))
             plain = []
         if token_id is not None:
             parts.append(control[token_id])
@@ -117,8 +117,8 @@ class _Episode:
     calls: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        tokenizer = self.policy.tokenizer
-        self.end_id = tokenizer.convert_tokens_to_ids(END)
+        self.control = control_ids(self.policy.tokenizer)
+        self.end_id = self.control[END]
         self.max_context = min(self.settings.max_context, self.policy.max_context)
 
     def harness(self, token_ids: Sequence[int]) -> None:
@@ -218,13 +218,8 @@ class _Episode:
 
     def give(self, observation: str) -> StopReason | None:
         """Appends the observation, or ends the episode where it does not fit."""
-        tokenizer = self.policy.tokenizer
-        span = [
-            tokenizer.convert_tokens_to_ids(TOOL_RESULT),
-            *encode_untrusted(tokenizer, observation),
-            self.end_id,
-            tokenizer.convert_tokens_to_ids(ASSISTANT),
-        ]
+        text = encode_untrusted(self.policy.tokenizer, observation)
+        span = [self.control[TOOL_RESULT], *text, self.end_id, self.control[ASSISTANT]]
         if len(span) >= self.room:
             return StopReason.CONTEXT_FULL
         self.harness(span)

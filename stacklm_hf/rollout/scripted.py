@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from stacklm_hf.protocol.encoding import encode_untrusted
-from stacklm_hf.protocol.tokens import END, TOOL_CALL
+from stacklm_hf.protocol.tokens import END, TOOL_CALL, control_ids
 from stacklm_hf.protocol.wire import call_json
 from stacklm_hf.rollout.policy import PolicyError, TurnOutput, TurnRequest
 from stacklm_hf.rollout.trajectory import Step
@@ -48,6 +48,7 @@ class ScriptedTeacher:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, temperature: float = 0.0):
         self.tokenizer = tokenizer
+        self._control = control_ids(tokenizer)
         self.temperature = temperature
 
     @property
@@ -66,13 +67,12 @@ class ScriptedTeacher:
         """
         choose = random.Random(request.seed).choice if self.temperature > 0 else (lambda options: options[0])
         thought, call, answer = _decide(request.task, request.steps, choose)
-        ids = encode_untrusted(self.tokenizer, f"Thought: {thought}\n")
-        if call is not None:
-            ids.append(self.tokenizer.convert_tokens_to_ids(TOOL_CALL))
-            ids += encode_untrusted(self.tokenizer, call_json(*call))
-        else:
+        if call is None:
             ids = encode_untrusted(self.tokenizer, f"Thought: {thought}\nAnswer: {answer}")
-        ids.append(self.tokenizer.convert_tokens_to_ids(END))
+        else:
+            ids = encode_untrusted(self.tokenizer, f"Thought: {thought}\n")
+            ids += [self._control[TOOL_CALL], *encode_untrusted(self.tokenizer, call_json(*call))]
+        ids.append(self._control[END])
         if len(ids) > request.max_new_tokens:
             raise PolicyError(f"the scripted turn takes {len(ids)} tokens, {request.max_new_tokens} are allowed")
         return TurnOutput(ids, [None] * len(ids), [False] * len(ids))

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from stacklm_hf.protocol.grammar import TurnGrammar
-from stacklm_hf.protocol.tokens import END
+from stacklm_hf.protocol.tokens import END, control_ids
 from stacklm_hf.rollout.policy import PolicyError, TurnOutput, TurnRequest
 from stacklm_hf.rollout.slot_cache import SlotCache, SlotPlan
 from stacklm_hf.tools.spec import ToolSpec
@@ -98,7 +98,7 @@ class TransformersPolicy:
         self.temperature, self.top_p, self.top_k = temperature, top_p, top_k
         self.max_context = int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
         self.prefill_tokens = prefill_tokens
-        self.end_id: int = tokenizer.convert_tokens_to_ids(END)
+        self.end_id = control_ids(tokenizer)[END]
         width = model.get_output_embeddings().weight.shape[0]
         self.grammar = self.last_grammar = None
         if tools is not None:
@@ -286,19 +286,23 @@ class TransformersPolicy:
 def _sample_rows(logits: torch.Tensor, uniforms: torch.Tensor, top_p: float, top_k: int) -> torch.Tensor:
     """Draws one token a row by inverting the cumulative distribution at the row's own uniform number.
 
+    The distribution is accumulated in id order: in order of probability, rounding could swap two tokens of the
+    tail, and with them the draw.
+
     Args:
         logits: Shape (batch, vocabulary), scaled by the temperature.
         uniforms: Shape (batch,), each in [0, 1).
     """
-    probabilities, order = logits.double().softmax(-1).sort(-1, descending=True)
-    if top_k:
-        probabilities[:, top_k:] = 0
-    cumulative = probabilities.cumsum(-1)
-    if top_p < 1:
+    probabilities = logits.double().softmax(-1)
+    if top_k or top_p < 1:
+        descending, order = probabilities.sort(-1, descending=True)
         # A token stays while the mass before it is below top_p; the first always does.
-        probabilities[cumulative - probabilities >= top_p] = 0
-        cumulative = probabilities.cumsum(-1)
-    total = cumulative[:, -1:]
-    ranks = torch.searchsorted(cumulative, uniforms[:, None] * total, right=True)
-    last = (probabilities > 0).sum(-1, keepdim=True) - 1
-    return order.gather(-1, torch.minimum(ranks, last))[:, 0]
+        dropped = descending.cumsum(-1) - descending >= top_p
+        if top_k:
+            dropped[:, top_k:] = True
+        probabilities = probabilities.masked_fill(dropped.scatter(-1, order, dropped), 0)
+    cumulative = probabilities.cumsum(-1)
+    drawn = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)
+    # Rounding may carry a draw past the last token that is possible.
+    last = torch.where(probabilities > 0, torch.arange(probabilities.shape[-1]), 0).amax(-1, keepdim=True)
+    return torch.minimum(drawn, last)[:, 0]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -68,7 +69,7 @@ class BM25Retriever:
         return total
 
 
-def _build_index(corpus_ids: list[list[int]], vocabulary: dict[str, int], k1: float, b: float):  # noqa: ANN202
+def _build_index(corpus_ids: list[list[int]], vocabulary: dict[str, int], k1: float, b: float) -> Any:
     import bm25s  # Imports scipy where it is installed: half a second that other retrievers need not pay.
 
     # bm25s sets its logger to DEBUG on import, which would show through any application's own logging setup.

@@ -35,7 +35,17 @@ _SPACE = " \t\r\n\f\v"
 _TOKEN = re.compile(r"(?P<number>(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)|(?P<symbol>\*\*|//|[-+*/%()])")
 _NAME = re.compile(r"[^\W\d]\w*")
 _PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2, "%": 2, "neg": 3, "pos": 3, "**": 4}
-_HINTS = {"^": "use ** for a power", ",": "write numbers without separators", "=": "give an expression, no equation"}
+_HINTS = {
+    "^": "use ** for a power",
+    "\u00d7": "use * to multiply",
+    "\u00b7": "use * to multiply",
+    "\u00f7": "use / to divide",
+    "\u2212": "use - to subtract",
+    "\u2013": "use - to subtract",
+    ",": "write numbers without separators",
+    "_": "write numbers without separators",
+    "=": "give an expression, no equation",
+}
 
 # Ten digits more than are kept, so that a root that comes out whole is whole after rounding (8**(1/3) is 2).
 _CONTEXT = decimal.Context(
@@ -151,7 +161,7 @@ def _take_operator(token: str, is_number: bool, values: list[_Number], operators
 def _unexpected(expr: str, position: int) -> str:
     character = expr[position]
     name = _NAME.match(expr, position)
-    if name is not None and name.group().isprintable():
+    if name is not None and character not in _HINTS:
         return f"unknown name {name.group()[:20]!r}; only numbers and + - * / // % ** ( ) are allowed"
     shown = repr(character) if character.isprintable() else ascii(character)
     hint = _HINTS.get(character, "only numbers and + - * / // % ** ( ) are allowed")
@@ -238,9 +248,9 @@ def _bounded(value: Fraction, exact: bool) -> _Number:
         return _Number(value, exact)
     # Digits before the decimal point, give or take one: enough to keep the exact comparison below cheap.
     magnitude = (_bits(value.numerator) - _bits(value.denominator)) * math.log10(2)
-    if abs(magnitude) > _MAX_EXPONENT - 1:
-        if abs(magnitude) > _MAX_EXPONENT + 1 or not _LOWEST <= abs(value) <= _HIGHEST:
-            raise _range_error(too_large=magnitude > 0)
+    far = abs(magnitude) > _MAX_EXPONENT + 1
+    if far or (abs(magnitude) > _MAX_EXPONENT - 1 and not _LOWEST <= abs(value) <= _HIGHEST):
+        raise _range_error(too_large=magnitude > 0)
     if value.denominator != 1 and max(_bits(value.numerator), _bits(value.denominator)) > _MAX_BITS:
         return _Number(_rounded(_to_decimal(value)), exact=False)
     return _Number(value, exact)

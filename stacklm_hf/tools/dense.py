@@ -7,13 +7,15 @@ Both libraries come with the extra `dense` and are imported when a retriever is 
 
 from __future__ import annotations
 
+import os
 import threading
+import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from stacklm_hf.tools.retrieval import Passage, top_indices
+from stacklm_hf.tools.retrieval import Passage, stream_safe, top_indices
 
 DEFAULT_ENCODER = "sentence-transformers/all-MiniLM-L6-v2"
 _INSTALL = 'DenseRetriever needs sentence-transformers and faiss: pip install "stacklm-hf[dense]"'
@@ -25,9 +27,9 @@ class DenseRetriever:
     Args:
         passages: The corpus, in the order that breaks ties.
         encoder: Name or folder of a sentence-transformers model, or an object with `encode(list of str)` that gives
-            an array of shape `(n, dimension)`. Where the object has `encode_query` and `encode_document`, they are
-            used, so that an asymmetric encoder gets its prompts.
-        show_progress: Shows a bar while a sentence-transformers encoder embeds the corpus.
+            an array of shape `(n, dimension)`. An object with `encode_query` and `encode_document` is taken for a
+            SentenceTransformer, and these are used, so that an asymmetric encoder gets its prompts.
+        show_progress: Shows a bar while a SentenceTransformer embeds the corpus.
 
     Raises:
         ImportError: The extra `dense` is not installed.
@@ -43,7 +45,7 @@ class DenseRetriever:
         except ImportError as error:
             raise ImportError(_INSTALL) from error
         self.passages = tuple(passages)
-        self._encoder = _load_encoder(encoder) if isinstance(encoder, str) else encoder
+        self._encoder = _load_encoder(os.fspath(encoder)) if isinstance(encoder, str | os.PathLike) else encoder
         self._lock = threading.Lock()
         # Equal texts are embedded once: in two batches they would get slightly different vectors, and then the
         # order of the corpus would not decide among them.
@@ -72,12 +74,11 @@ class DenseRetriever:
 
     def _embed(self, texts: list[str], method: str, show_progress: bool) -> np.ndarray:
         """Normalised float32 embeddings of shape `(len(texts), dimension)`; a zero vector stays zero."""
-        encode = getattr(self._encoder, method, self._encoder.encode)
-        # Lone surrogates, which JSON can carry, have no UTF-8 form and would stop the tokenizer.
-        texts = [text.encode("utf-8", "replace").decode() for text in texts]
-        options = {"show_progress_bar": True} if show_progress else {}
+        special = getattr(self._encoder, method, None)
+        encode, options = (special, {"show_progress_bar": show_progress}) if special else (self._encoder.encode, {})
+        texts = [_clean(text) for text in texts]
         with self._lock:  # A Hugging Face tokenizer cannot be used by two threads at once ("Already borrowed").
-            vectors = np.ascontiguousarray(encode(texts, **options), dtype=np.float32)
+            vectors = np.asarray(encode(texts, **options), dtype=np.float32)
         if vectors.ndim != 2 or len(vectors) != len(texts) or not np.isfinite(vectors).all():
             raise ValueError(f"the encoder must give one finite vector per text, got shape {vectors.shape}")
         norms = np.linalg.norm(vectors, axis=1, keepdims=True)
@@ -89,6 +90,11 @@ class DenseRetriever:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._lock = threading.Lock()
+
+
+def _clean(text: str) -> str:
+    """NFC, as encoders see text in training; lone surrogates, which would stop a tokenizer, become `?`."""
+    return unicodedata.normalize("NFC", stream_safe(text)).encode("utf-8", "replace").decode()
 
 
 def _load_encoder(name: str) -> Any:

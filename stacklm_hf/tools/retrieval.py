@@ -8,6 +8,7 @@ corpus give no hits; a `k` above the corpus size gives all hits that there are.
 
 from __future__ import annotations
 
+import itertools
 import unicodedata
 from dataclasses import dataclass
 from typing import Protocol
@@ -48,11 +49,18 @@ _UNSPACED = (
     r"\u3099\u309a\u30fc"
 )
 _RUN = regex.compile(rf"[{_UNSPACED}]+|[^{_UNSPACED}]+")
+_UNSPACED_START = regex.compile(rf"[{_UNSPACED}]")
 _CHARACTER = regex.compile(r"\X")
 _IGNORABLE = regex.compile(r"\p{Default_Ignorable_Code_Point}+")
-# unicodedata.normalize takes quadratic time on a run of combining marks; the Stream-Safe Text Format of UAX #15
-# allows 30, more than any language uses.
 _LONG_MARKS = regex.compile(r"(\p{M}{30})\p{M}+")
+
+
+def stream_safe(text: str) -> str:
+    """Cuts each run of combining marks to the 30 of the Stream-Safe Text Format (UAX #15), more than any language uses.
+
+    `unicodedata.normalize` takes quadratic time on longer runs.
+    """
+    return text if text.isascii() else _LONG_MARKS.sub(r"\1", text)
 
 
 def fold(text: str) -> str:
@@ -63,7 +71,7 @@ def fold(text: str) -> str:
     """
     if text.isascii():
         return text.lower()
-    text = _LONG_MARKS.sub(r"\1", _IGNORABLE.sub("", text))
+    text = stream_safe(_IGNORABLE.sub("", text))
     text = unicodedata.normalize("NFKC", unicodedata.normalize("NFD", text).casefold())
     # A second time, because folding the case of a compatibility character can open a new one. NFKC can also expand
     # one character into several marks, but not into a run long enough to matter.
@@ -91,12 +99,12 @@ def words(text: str) -> list[str]:
             terms.append(word)
             continue
         for run in _RUN.findall(word):
-            if not _is_unspaced(run):
+            if not _UNSPACED_START.match(run):
                 terms.append(run)
                 continue
             characters = _CHARACTER.findall(run)
             terms.extend(characters)
-            terms.extend(first + second for first, second in zip(characters, characters[1:], strict=False))
+            terms.extend(first + second for first, second in itertools.pairwise(characters))
     return terms
 
 
@@ -119,10 +127,3 @@ def top_indices(scores: np.ndarray, k: int) -> np.ndarray:
         kept = values >= np.partition(values, hits.size - k)[hits.size - k]
         hits, values = hits[kept], values[kept]
     return hits[np.argsort(-values, kind="stable")[:k]]
-
-
-def _is_unspaced(run: str) -> bool:
-    return _UNSPACED_START.match(run) is not None
-
-
-_UNSPACED_START = regex.compile(rf"[{_UNSPACED}]")

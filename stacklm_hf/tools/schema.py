@@ -74,8 +74,10 @@ def _check_string(schema: dict[str, Any], value: str, where: str) -> str | None:
 
 
 def _check_number(schema: dict[str, Any], value: float, where: str) -> str | None:
-    if not value >= schema.get("minimum", value):  # Written so that NaN fails too.
-        return f"{where} must be at least {schema.get('minimum', 'a number')}"
+    if value != value:
+        return f"{where} must be a number, got NaN"
+    if value < schema.get("minimum", value):
+        return f"{where} must be at least {schema['minimum']}"
     if value > schema.get("maximum", value):
         return f"{where} must be at most {schema['maximum']}"
     if "exclusiveMinimum" in schema and not value > schema["exclusiveMinimum"]:

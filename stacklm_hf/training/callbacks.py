@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from stacklm_hf.rollout.episode import EpisodeSettings, run_episodes
 from stacklm_hf.rollout.transformers_policy import TransformersPolicy
@@ -24,6 +24,7 @@ class AgentAccuracyCallback(TrainerCallback):
 
     Args:
         trainer: The trainer, through which the numbers are logged.
+        tokenizer: The student's tokenizer.
         tasks: Held-out tasks.
         environment: Runs the tools.
         every_steps: Optimizer steps between two measurements; one more is made at the end.
@@ -35,6 +36,7 @@ class AgentAccuracyCallback(TrainerCallback):
     def __init__(
         self,
         trainer: Trainer,
+        tokenizer: PreTrainedTokenizerBase,
         tasks: Sequence[Task],
         environment: Environment,
         every_steps: int,
@@ -44,14 +46,12 @@ class AgentAccuracyCallback(TrainerCallback):
     ):
         if every_steps < 1:
             raise ValueError("every_steps must be at least 1")
-        self.trainer, self.tasks, self.environment = trainer, list(tasks), environment
+        self.trainer, self.tokenizer, self.tasks, self.environment = trainer, tokenizer, list(tasks), environment
         self.every_steps, self.max_batch, self.on_result = every_steps, max_batch, on_result
         self.settings = settings or EpisodeSettings()
         self._measured_at = -1
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.global_step % self.every_steps == 0:
             self._measure(state)
 
@@ -66,9 +66,7 @@ class AgentAccuracyCallback(TrainerCallback):
         if not state.is_world_process_zero or not self.tasks:
             return
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        policy = TransformersPolicy(
-            model, self.trainer.processing_class, self.environment.tools, max_batch=self.max_batch
-        )
+        policy = TransformersPolicy(model, self.tokenizer, self.environment.tools, max_batch=self.max_batch)
         trajectories = run_episodes(policy, self.tasks, self.environment, self.settings)
         accuracy = sum(trajectory.correct for trajectory in trajectories) / len(trajectories)
         steps = sum(trajectory.num_steps for trajectory in trajectories) / len(trajectories)

@@ -8,6 +8,7 @@ from its newest checkpoint to the same loss curve.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,27 @@ from trl import SFTConfig, SFTTrainer
 from stacklm_hf.data.dataset import check_columns
 from stacklm_hf.modeling.configuration_stack import StackConfig
 from stacklm_hf.modeling.modeling_stack import StackForCausalLM
+from stacklm_hf.training.optim import MuonFactory
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class AgentSFTConfig(SFTConfig):
+    """TRL's SFTConfig, and what this package adds.
+
+    Args:
+        muon_learning_rate: See the field's help text; all other options are TRL's.
+    """
+
+    muon_learning_rate: float | None = field(
+        default=None,
+        metadata={
+            "help": "Train the matrices of the blocks with Muon at this learning rate, and the rest with AdamW at "
+            "learning_rate. Unset: everything with the optimizer that `optim` names. A small model from random "
+            "weights learns in about half the steps with it."
+        },
+    )
 
 
 def cpu_supports_bf16() -> bool:
@@ -59,6 +79,7 @@ class AgentSFTTrainer(SFTTrainer):
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         mask = inputs.get("attention_mask")
+        assert self.model is not None
         if self.model.training and mask is not None:
             self._cells += mask.numel()
             self._padding += mask.numel() - int(mask.sum())
@@ -77,8 +98,8 @@ class AgentSFTTrainer(SFTTrainer):
         super().log(logs, start_time)
 
 
-def default_sft_config(output_dir: str | Path, **overrides: Any) -> SFTConfig:
-    """TRL's configuration with the defaults of this package; every one can be overridden.
+def default_sft_config(output_dir: str | Path, **overrides: Any) -> AgentSFTConfig:
+    """The configuration with the defaults of this package; every one can be overridden.
 
     Batches are grouped by length, nothing is cut, precision is bfloat16 where the hardware has it, metrics go to
     TensorBoard.
@@ -100,14 +121,14 @@ def default_sft_config(output_dir: str | Path, **overrides: Any) -> SFTConfig:
         "report_to": "tensorboard",
         "dataloader_pin_memory": not on_cpu,
     }
-    return SFTConfig(**{**values, **overrides})
+    return AgentSFTConfig(**{**values, **overrides})
 
 
 def make_trainer(
     model: PreTrainedModel | str,
     tokenizer: PreTrainedTokenizerBase,
     dataset: Dataset,
-    config: SFTConfig,
+    config: AgentSFTConfig,
     *,
     peft_config: Any = None,
     eval_dataset: Dataset | None = None,
@@ -128,6 +149,16 @@ def make_trainer(
             "with this max_length so that longer trajectories are dropped and counted"
         )
     columns = ["input_ids", "assistant_masks"]
+    optimizer = None
+    if config.muon_learning_rate is not None:
+        options = {
+            "lr": config.learning_rate,
+            "muon_lr": config.muon_learning_rate,
+            "betas": (config.adam_beta1, config.adam_beta2),
+            "eps": config.adam_epsilon,
+            "weight_decay": config.weight_decay,
+        }
+        optimizer = (MuonFactory, options)
     return AgentSFTTrainer(
         model=model,
         args=config,
@@ -135,6 +166,7 @@ def make_trainer(
         eval_dataset=eval_dataset.select_columns(columns) if eval_dataset is not None else None,
         processing_class=tokenizer,
         peft_config=peft_config,
+        optimizer_cls_and_kwargs=optimizer,
     )
 
 

@@ -4,7 +4,7 @@ from stacklm_hf.tools.retrieval import Passage
 from stacklm_hf.worlds.base import Task
 from stacklm_hf.worlds.leaks import decontaminate, is_leak
 from stacklm_hf.worlds.research.corpus import build_corpus, chunk_document
-from stacklm_hf.worlds.research.environment import ResearchEnvironment, World
+from stacklm_hf.worlds.research.environment import ResearchEnvironment, SeededEnvironment, World
 from stacklm_hf.worlds.research.facts import Fact, make_facts
 from stacklm_hf.worlds.research.own_documents import load_documents, load_qa_pairs
 from stacklm_hf.worlds.research.splits import SPLITS, Split, make_split, make_training_pool
@@ -23,6 +23,7 @@ __all__ = [
     "Fact",
     "Passage",
     "ResearchEnvironment",
+    "SeededEnvironment",
     "Split",
     "Task",
     "World",

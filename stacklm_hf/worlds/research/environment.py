@@ -5,6 +5,7 @@ Contract: an environment holds no state of an episode, so that any number of epi
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from stacklm_hf.worlds.leaks import decontaminate
 from stacklm_hf.worlds.research.corpus import CHUNK_OVERLAP, CHUNK_WORDS, build_corpus
 from stacklm_hf.worlds.research.facts import N_RUNS
 from stacklm_hf.worlds.research.own_documents import Rows, load_documents, load_qa_pairs
-from stacklm_hf.worlds.research.tasks import make_task_pool
+from stacklm_hf.worlds.research.tasks import make_task_pool, world_seed_of
 
 
 class ResearchEnvironment:
@@ -42,6 +43,34 @@ class ResearchEnvironment:
     def open(self, task: Task) -> AbstractContextManager[Session]:
         """The tools for one episode; they keep nothing between calls, so all episodes share them."""
         return nullcontext(self._toolbox)
+
+
+class SeededEnvironment(ResearchEnvironment):
+    """The built-in world of every seed: a task is asked over the corpus that its id names.
+
+    Training pools mix tasks of several worlds, in which the same question has other answers.
+
+    Args:
+        seed: The seed whose corpus is built at once.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(build_corpus(seed))
+        self._worlds: dict[int, ResearchEnvironment] = {seed: self}
+        self._lock = threading.Lock()
+
+    def open(self, task: Task) -> AbstractContextManager[Session]:
+        """The tools over the task's own corpus, which is built at its first task.
+
+        Raises:
+            ValueError: The task is not one of the research world.
+        """
+        seed = world_seed_of(task)
+        with self._lock:
+            if seed not in self._worlds:
+                self._worlds[seed] = ResearchEnvironment(build_corpus(seed))
+        world = self._worlds[seed]
+        return super().open(task) if world is self else world.open(task)
 
 
 @dataclass(frozen=True)

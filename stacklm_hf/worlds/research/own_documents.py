@@ -29,6 +29,8 @@ DOCUMENT_SUFFIXES = (".txt", ".md")
 ROW_SUFFIXES = (".jsonl", ".csv")
 ANSWER_COLUMNS = ("answer", "gold", "gold_answer")
 _SHOWN_PROBLEMS = 3
+_PROBLEM_CHARS = 240
+_ACCEPTED = "a .txt or .md file, or a row with a text column"
 
 Row = Mapping[str, Any]
 Rows = str | os.PathLike[str] | Iterable[Row]
@@ -75,7 +77,7 @@ def load_documents(
         if not chunks:
             blank.append(document_id)
     if not passages:
-        raise ValueError(f"no text in {_name(documents)}: give at least one document with words in it")
+        raise ValueError(f"no text in {_name(documents)}: give at least one document with words in it ({_ACCEPTED})")
     if blank:
         logger.warning("%d blank documents give no passage, e.g. %s", len(blank), blank[0])
     return passages
@@ -150,7 +152,7 @@ def _read_queries(value: Any) -> tuple[str, ...]:
     queries = [] if value is None else value
     if not isinstance(queries, list | tuple) or not all(isinstance(query, str) for query in queries):
         raise ValueError("column 'queries' must be a list of texts")
-    return tuple(query.strip() for query in queries if query.strip())
+    return tuple(_encodable(query.strip()) for query in queries if query.strip())
 
 
 def _read_facts(value: Any) -> tuple[tuple[str, str], ...]:
@@ -163,7 +165,7 @@ def _read_facts(value: Any) -> tuple[tuple[str, str], ...]:
         pairs = [(None, None)]
     if isinstance(facts, Mapping) or not all(isinstance(part, str) for pair in pairs for part in pair):
         raise ValueError("column 'facts' must be a list of [entity, attribute] pairs")
-    return tuple(pairs)
+    return tuple((_encodable(entity), _encodable(attribute)) for entity, attribute in pairs)
 
 
 def _json(text: str, column: str) -> Any:
@@ -207,20 +209,27 @@ def _encodable(text: str) -> str:
 
 
 def _read_files(path: Path, problems: list[str]) -> Iterator[tuple[str, str]]:
-    """`(relative path, text)` of each document in a folder, by path."""
+    """`(relative path, text)` of each document in a folder, by path; or of the one file."""
     if path.is_file():
         files, root = [path], path.parent
     elif path.is_dir():
-        found = (file for file in path.rglob("*") if file.suffix.lower() in DOCUMENT_SUFFIXES and file.is_file())
-        files, root = list(found), path
+        files, root = [file for file in path.rglob("*") if file.is_file()], path
     else:
         raise ValueError(f"no such file or folder: {path}")
-    names = {file.relative_to(root).as_posix(): file for file in files}
-    for name in sorted(name for name in names if not any(part.startswith(".") for part in name.split("/"))):
+    visible = {file.relative_to(root).as_posix(): file for file in files if not _is_hidden(file.relative_to(root))}
+    names = sorted(name for name, file in visible.items() if file.suffix.lower() in DOCUMENT_SUFFIXES)
+    if len(names) < len(visible):
+        kinds = " or ".join(DOCUMENT_SUFFIXES)
+        logger.warning("%d files in %s are not %s and are left out", len(visible) - len(names), path, kinds)
+    for name in names:
         try:
-            yield name, _read_utf8(names[name])
+            yield name, _read_utf8(visible[name])
         except ValueError as error:
             problems.append(str(error))
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _read_utf8(path: Path) -> str:
@@ -310,8 +319,14 @@ def _name(source: Any) -> str:
     return str(source) if isinstance(source, str | os.PathLike) else f"the given {type(source).__name__}"
 
 
+def _shorten(problem: str) -> str:
+    """One line of bounded length: a message may quote the user's data."""
+    line = " ".join(problem.split())
+    return line if len(line) <= _PROBLEM_CHARS else f"{line[:_PROBLEM_CHARS]}..."
+
+
 def _raise_problems(what: str, problems: list[str]) -> None:
     if problems:
-        shown = "; ".join(problem.replace("\n", " ") for problem in problems[:_SHOWN_PROBLEMS])
+        shown = "; ".join(_shorten(problem) for problem in problems[:_SHOWN_PROBLEMS])
         more = f"; and {len(problems) - _SHOWN_PROBLEMS} more" if len(problems) > _SHOWN_PROBLEMS else ""
         raise ValueError(f"cannot use the {what}: {shown}{more}")

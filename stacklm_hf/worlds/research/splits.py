@@ -36,7 +36,7 @@ SPLITS: tuple[str, ...] = ("heldout", "runs", "reworded", *(f"shape:{kind}" for 
 # Questions of the four shapes in words that no training question uses; placeholders as in tasks.TEMPLATES.
 REWORDED_TEMPLATES: dict[str, tuple[str, ...]] = {
     "lookup": (
-        "According to the documents, how large is {a}?",
+        "According to the documents, what is {a}?",
         "Please look up {a} and report it.",
         "I would like to know {a}. Can you find it for me?",
     ),
@@ -128,15 +128,19 @@ def make_runs_tasks(seed: int = 0, n_tasks: int = 50) -> list[Task]:
     Args:
         seed: Seed of the world.
         n_tasks: How many, shared evenly by the shapes.
+
+    Raises:
+        ValueError: The runs have too few facts for that many tasks.
     """
     rng = random.Random(f"runs/{seed}")
     facts = make_run_facts(seed)
-    tasks = []
+    if not 0 <= n_tasks <= len(SHAPES) * len(facts):  # a look-up for each fact is the scarcest shape
+        raise ValueError(f"n_tasks must be 0 to {len(SHAPES) * len(facts)} for seed {seed}, not {n_tasks}")
+    tasks: list[Task] = []
     for position, kind in enumerate(SHAPES):
         share = (n_tasks + len(SHAPES) - 1 - position) // len(SHAPES)
-        for index, drawn in enumerate(itertools.islice(_draw(kind, facts, rng), share)):
-            task_id = f"research-s{seed}-runs-{kind}-{index:03d}"
-            tasks.append(make_task(kind, drawn, task_id=task_id, split="runs"))
+        stream = _name_tasks(kind, seed, "runs", _draw(kind, facts, rng))
+        tasks += [replace(task, split="runs") for task in itertools.islice(stream, share)]
     return tasks
 
 
