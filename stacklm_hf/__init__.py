@@ -14,6 +14,8 @@ from stacklm_hf.modeling.registration import register_auto_classes
 if TYPE_CHECKING:
     from stacklm_hf.modeling import StackConfig, StackForCausalLM, StackModel, StackTokenizerFast
 
+__version__ = "0.1.0"
+
 __all__ = ["StackConfig", "StackForCausalLM", "StackModel", "StackTokenizerFast"]
 
 register_auto_classes()

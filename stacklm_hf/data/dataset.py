@@ -4,8 +4,9 @@ Contract: one row an episode, with the columns of :data:`FEATURES` in that order
 the record's own ids and mask (never text encoded again); what is too long is dropped and counted, never cut.
 `messages` and `text` are the same episode for readers and for other tokenizers: the chat template of
 `stacklm_hf.protocol.template` gives the ids and the mask back from `messages`, for every turn that a policy writes
-in the canonical form (`Thought: ...`, a line break, a call as `render_call` spells it). A malformed call has no form in
-messages; there it is plain text with its marker made inert.
+in the canonical form (`Thought: ...`, a line break, a call as `render_call` spells it). A marker in `text` stands for a
+control token, always; one that was merely spelled is inert there and in `messages` (`< |end|>`). A malformed call has
+no form in messages: its text is there, its marker inert.
 
 A message has the keys role, content, tool_calls (arguments as a JSON string, so that Arrow never invents keys),
 prefill and closed. The last two name what the harness wrote of a turn: `prefill` is the beginning of a forced
@@ -29,6 +30,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stacklm_hf.protocol.tokens import ASSISTANT, END, TOOL_CALL
 from stacklm_hf.protocol.wire import FORCED_BODY, neutralize
+from stacklm_hf.rollout.episode import decode_turn
 from stacklm_hf.rollout.trajectory import Step, StepKind, Trajectory
 
 MESSAGE_FEATURE = {
@@ -180,7 +182,7 @@ def check_columns(dataset: Dataset) -> None:
 def turn_spans(row: Mapping[str, Any]) -> list[tuple[int, int]]:
     """Where the policy's own text of each turn stands in a row's `text`, as (start, end), its `<|end|>` included.
 
-    Markers in `text` are live: untrusted text has none, so the spans are found by them.
+    The spans are found by the markers, each of which stands for a control token.
 
     Args:
         row: A row with `text` and `messages`.
@@ -265,7 +267,7 @@ def _row(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> dict[str
         "stop_reason": str(trajectory.stop_reason),
         "policy": trajectory.policy,
         "messages": trajectory_messages(trajectory),
-        "text": tokenizer.decode(trajectory.token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False),
+        "text": decode_turn(tokenizer, trajectory.token_ids),
         "input_ids": trajectory.token_ids,
         "assistant_masks": [int(own) for own in trajectory.sampled],
     }

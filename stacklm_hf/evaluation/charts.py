@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from numbers import Real
 from statistics import fmean
 from typing import Any
 
@@ -77,7 +78,7 @@ def training_panels(log: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             makes a line of the chart of that name (`loss`, `eval_loss`, `heldout_accuracy`), but for the accuracy of
             single tokens and the mean that a trainer logs at its end (`train_loss`).
     """
-    rows = [row for row in log if isinstance(row.get("step"), int | float)]
+    rows = [row for row in log if isinstance(row.get("step"), Real)]
     panels = []
     for title, ending in (("Loss", "loss"), ("Accuracy while training", "accuracy"), ("Reward", "reward")):
         keys = sorted({key for row in rows for key in row if key == ending or key.endswith(f"_{ending}")})
@@ -136,7 +137,7 @@ def _percent(share: float) -> float:
 
 
 def _series(rows: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
-    return [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
+    return [(float(row["step"]), float(row[key])) for row in rows if isinstance(row.get(key), Real)]
 
 
 def _panel(title: str, series: Mapping[str, list[tuple[float, float]]], *, unit: bool) -> dict[str, Any]:

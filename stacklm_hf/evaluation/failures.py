@@ -17,15 +17,15 @@ refused by the harness.
   call that ran.
 - CONTEXT_FULL, STEP_LIMIT: the episode was cut short, and no fault came before.
 - BAD_QUERY: a needed fact never came up, and no lookup named it: the query was wrong, garbled or never made.
-  It happened at the first lookup that brought up no needed fact, else where the policy went on without the fact:
-  its first calculation, or its last turn. Naming a fact means that the query holds all words of its entity and
-  attribute, or all words of one of the task's own queries.
+  It happened at the first lookup that neither named nor brought up a needed fact, else where the policy went on
+  without the fact: its first calculation, or its last turn. Naming a fact means that the query holds all words of
+  its entity and attribute (but small ones, as `the` and `of`), or all words of the task's own query for it.
 - EVIDENCE_MISSED: a lookup named the fact, and the fact still came up nowhere in the episode.
 - WRONG_CALCULATION: no calculation gave the gold answer, and the first one that gave a value had the wrong form
   for the shape (or gave no value at all, or there was none and the answer came from the head); or the policy saw
   both sides of a comparison and named the wrong one.
-- WRONG_COPY: the calculation had the right form (`a+b`, `a*2`) with wrong numbers; or the answer was in hand and
-  another one was given.
+- WRONG_COPY: a calculation had the right form for the shape (`a+b`, `a*2`, or `a-b` to compare) with wrong numbers;
+  or the answer was in hand and another one was given.
 
 Where the evidence cannot be known (no task, or a task without `facts`, such as a question over one's own
 documents), the rules degrade: evidence counts as found when the gold answer stands in an observation. Otherwise
@@ -41,12 +41,13 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from enum import StrEnum
 from typing import NamedTuple
 
 from stacklm_hf.protocol.wire import FORMAT_ERROR, NO_RESULTS, REPEATED_CALL
+from stacklm_hf.rollout.scripted import find_value
 from stacklm_hf.rollout.trajectory import Step, StepKind, StopReason, Trajectory
 from stacklm_hf.verify import is_correct, is_grounded
 from stacklm_hf.worlds.base import Task
@@ -57,12 +58,14 @@ CALC_ERROR_PREFIX = "CalcError:"
 COMPARE = "compare"
 
 _NUMBER = r"\d[\d,]*(?:\.\d+)?"
-# The right form of an expression, blanks and outer brackets removed; with the right numbers it gives the gold answer.
+# The right form of an expression without its blanks and brackets: with the right numbers it gives the gold answer, or
+# tells which side of a comparison is larger.
 _FORMS = {
     "double": re.compile(rf"(?:{_NUMBER}\*2(?:\.0)?|2(?:\.0)?\*{_NUMBER}|({_NUMBER})\+\1)"),
     "sum": re.compile(rf"{_NUMBER}\+{_NUMBER}"),
+    COMPARE: re.compile(rf"{_NUMBER}-{_NUMBER}"),
 }
-_ARTICLES = {"the", "a", "an"}
+_SMALL_WORDS = {"the", "a", "an", "of", "in"}  # a query names a fact with or without them
 _CONSTANTS_BELOW = 10  # small whole numbers in an expression are constants ("twice"), not copied values
 
 
@@ -154,8 +157,8 @@ class _Episode:
         self.gold = trajectory.gold
         self.facts = task.facts if task else ()
         self.queries = task.queries if task else ()
-        known_op = trajectory.kind if trajectory.kind in (*_FORMS, COMPARE) else None
-        self.op = task.op if task and (task.op or task.facts) else known_op
+        known_op = trajectory.kind if trajectory.kind in _FORMS else None
+        self.op = task.op if task and task.op else known_op
         self.ran = [index for index, step in enumerate(self.steps) if _ran(step)]
         self.lookups = [index for index in self.ran if self.steps[index].tool != CALCULATOR]
         self.calculations = [index for index in self.ran if self.steps[index].tool == CALCULATOR]
@@ -193,16 +196,22 @@ class _Episode:
             yield Fault(self.end, Failure.STEP_LIMIT)
 
     def _evidence_by_facts(self) -> Iterator[Fault]:
-        needed = [fact for fact in self.facts if not any(_states(self._observation(i), fact) for i in self.ran)]
-        useless = [i for i in self.lookups if not any(_states(self._observation(i), fact) for fact in self.facts)]
-        own_queries = dict(zip(self.facts, self.queries, strict=False))
-        for fact in needed:
-            keys = {" ".join(fact), own_queries.get(fact, " ".join(fact))}
-            asked = [i for i in self.lookups if any(_names(_query(self.steps[i]), key) for key in keys)]
-            if asked:
-                yield Fault(asked[0], Failure.EVIDENCE_MISSED)
+        queries = dict(zip(self.facts, self.queries, strict=False))
+        keys = {fact: {" ".join(fact), queries.get(fact, " ".join(fact))} for fact in self.facts}
+        asked = {
+            fact: [i for i in self.lookups if any(_names(_query(self.steps[i]), key) for key in keys[fact])]
+            for fact in self.facts
+        }
+        shown = {fact: [i for i in self.ran if find_value(self._observation(i), *fact)] for fact in self.facts}
+        to_the_point = {i for turns in (*asked.values(), *shown.values()) for i in turns}
+        astray = [i for i in self.lookups if i not in to_the_point]
+        for fact in self.facts:
+            if shown[fact]:
+                continue
+            if asked[fact]:
+                yield Fault(asked[fact][0], Failure.EVIDENCE_MISSED)
             else:
-                yield Fault(useless[0] if useless else self._went_on(), Failure.BAD_QUERY)
+                yield Fault(astray[0] if astray else self._went_on(), Failure.BAD_QUERY)
 
     def _evidence_by_gold(self) -> Iterator[Fault]:
         pure_calculation = bool(self.calculations) and not self.lookups and not self.queries
@@ -217,9 +226,7 @@ class _Episode:
 
     def _calculation(self) -> Iterator[Fault]:
         if self.op == COMPARE:
-            others = [entity for entity, _ in self.facts if not is_correct(entity, self.gold)]
-            if any(is_correct(self.trajectory.answer or "", entity) for entity in others):
-                yield Fault(self.end, Failure.WRONG_CALCULATION)
+            yield from self._comparison()
             return
         if not self._needs_calculation():
             return
@@ -233,6 +240,18 @@ class _Episode:
         else:
             yield Fault(valued[0], Failure.WRONG_CALCULATION)
 
+    def _comparison(self) -> Iterator[Fault]:
+        """A difference of two numbers that are not the evidence's, or the wrong side named."""
+        values = [find_value(self._observation(i), *fact) or "" for fact in self.facts for i in self.ran]
+        evidence = _numbers(" ".join(values))
+        asked = {i: _query(self.steps[i]) for i in self.calculations}
+        differences = [i for i, expr in asked.items() if _FORMS[COMPARE].fullmatch(_squeeze(expr))]
+        if self.facts and differences and not any(_numbers(asked[i]) <= evidence for i in differences):
+            yield Fault(differences[0], Failure.WRONG_COPY)
+        others = [entity for entity, _ in self.facts if not is_correct(entity, self.gold)]
+        if any(is_correct(self.trajectory.answer, entity) for entity in others):
+            yield Fault(self.end, Failure.WRONG_CALCULATION)
+
     def _needs_calculation(self) -> bool:
         if self.facts or self.op is not None:
             return self.op not in (None, COMPARE)
@@ -243,7 +262,7 @@ class _Episode:
         expression = _query(self.steps[index])
         form = _FORMS.get(self.op or "")
         if form is not None and self.facts:
-            return form.fullmatch(re.sub(r"[\s()]", "", expression)) is not None
+            return form.fullmatch(_squeeze(expression)) is not None
         seen = _numbers(" ".join([self.trajectory.question, *(self._observation(i) for i in range(index))]))
         return any(number not in seen for number in _numbers(expression) if not _is_constant(number))
 
@@ -251,7 +270,7 @@ class _Episode:
         """Whether the observations before a turn already held all that the answer needs."""
         earlier = [i for i in self.ran if i < before]
         if self.facts and self.op in (None, COMPARE):
-            return all(any(_states(self._observation(i), fact) for i in earlier) for fact in self.facts)
+            return all(any(find_value(self._observation(i), *fact) for i in earlier) for fact in self.facts)
         if self.facts:
             return any(is_correct(self._observation(i), self.gold) for i in earlier if i in self.calculations)
         return is_grounded(self.gold, [self._observation(i) for i in earlier])
@@ -291,23 +310,17 @@ def _query(step: Step) -> str:
     return " ".join(value for value in values if isinstance(value, str))
 
 
-def _plain(text: str) -> str:
-    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+def _squeeze(expression: str) -> str:
+    return re.sub(r"[\s()]", "", expression)
 
 
 def _words(text: str) -> set[str]:
-    return set(re.findall(r"\w+", _plain(text))) - _ARTICLES
+    return set(re.findall(r"\w+", unicodedata.normalize("NFKC", text).casefold())) - _SMALL_WORDS
 
 
 def _names(query: str, key: str) -> bool:
-    """Whether the query holds every word of the key, articles aside."""
+    """Whether the query holds every word of the key, small ones aside."""
     return _words(key) <= _words(query)
-
-
-def _states(observation: str, fact: Sequence[str]) -> bool:
-    """Whether a passage states the fact: `the {attribute} of {entity} is {value}`."""
-    entity, attribute = fact
-    return re.search(rf"(?<!\w){re.escape(_plain(f'{attribute} of {entity} is'))} \S", _plain(observation)) is not None
 
 
 def _numbers(text: str) -> set[Decimal]:

@@ -14,7 +14,8 @@
   };
   let matches = [];
   let shown = 0;
-  let only = ""; // an episode id given by a link
+  const PINS = ["episode", "task"]; // ids that only a link or a button sets
+  let pins = {};
 
   function element(tag, className, text) {
     const node = document.createElement(tag);
@@ -44,7 +45,8 @@
   }
 
   function accepts(episode, wanted) {
-    if (only && episode.id !== only) return false;
+    if (pins.episode && episode.id !== pins.episode) return false;
+    if (pins.task && episode.task !== pins.task) return false;
     if (wanted.outcome === "failed" ? episode.outcome === "correct" : wanted.outcome && episode.outcome !== wanted.outcome) return false;
     if (wanted.run && String(episode.run) !== wanted.run) return false;
     if (wanted.kind && episode.kind !== wanted.kind) return false;
@@ -65,20 +67,20 @@
   function readHash() {
     const wanted = new URLSearchParams(location.hash.slice(1));
     const names = [...FILTERS, "q"];
-    if (![...names, "episode"].some((name) => wanted.has(name))) return false;
+    if (![...names, ...PINS].some((name) => wanted.has(name))) return false;
     for (const name of names) {
       const field = form.elements[name];
       field.value = wanted.get(name) || "";
       if (field.selectedIndex === -1) field.value = ""; // a value that this report does not have
     }
-    only = wanted.get("episode") || "";
+    pins = Object.fromEntries(PINS.filter((name) => wanted.has(name)).map((name) => [name, wanted.get(name)]));
     return true;
   }
 
   function writeHash() {
     const wanted = new URLSearchParams();
     for (const name of [...FILTERS, "q"]) if (form.elements[name].value) wanted.set(name, form.elements[name].value);
-    if (only) wanted.set("episode", only);
+    for (const name of PINS) if (pins[name]) wanted.set(name, pins[name]);
     try {
       history.replaceState(null, "", "#" + wanted);
     } catch (error) {
@@ -94,8 +96,13 @@
     shown = 0;
     showMore();
     const total = data.episodes.length.toLocaleString("en");
-    count.textContent = `${matches.length.toLocaleString("en")} of ${total} trajectories` + (only ? " (one linked episode)" : "");
-    if (only && list.firstElementChild) list.firstElementChild.open = true;
+    count.textContent = `${matches.length.toLocaleString("en")} of ${total} trajectories` + pinned();
+    if (pins.episode && list.firstElementChild) list.firstElementChild.open = true;
+  }
+
+  function pinned() {
+    if (pins.episode) return " (one linked episode)";
+    return pins.task ? ` (of the task ${pins.task})` : "";
   }
 
   function showMore() {
@@ -158,20 +165,23 @@
       pair.append(element("dt", "", name), definition);
       facts.append(pair);
     }
-    node.append(facts, ...blocks(episode.spans));
-    const tools = element("div", "tools");
+    node.append(facts, ...blocks(episode.spans), tools(episode));
+    return node;
+  }
+
+  function tools(episode) {
+    const node = element("div", "tools");
     const same = element("button", "link", "This task in every run");
     same.type = "button";
     same.addEventListener("click", () => {
       form.reset();
-      only = "";
-      form.elements.q.value = episode.task || episode.question;
+      pins = { task: episode.task };
       apply();
     });
     const link = element("a", "", "Link to this episode");
-    link.href = "#" + new URLSearchParams({ episode: episode.id });
-    tools.append(same, link);
-    node.append(tools);
+    link.href = "#" + new URLSearchParams({ run: episode.run, episode: episode.id });
+    if (episode.task) node.append(same);
+    node.append(link);
     return node;
   }
 
@@ -215,7 +225,7 @@
   });
   form.addEventListener("submit", (event) => event.preventDefault());
   form.addEventListener("reset", () => {
-    only = "";
+    pins = {};
     setTimeout(apply); // the fields are empty only after this event
   });
   more.addEventListener("click", () => {
@@ -226,7 +236,7 @@
   for (const button of document.querySelectorAll("[data-outcome]")) {
     button.addEventListener("click", () => {
       form.reset();
-      only = "";
+      pins = {};
       form.elements.outcome.value = button.dataset.outcome;
       apply();
       document.getElementById("trajectories").scrollIntoView();

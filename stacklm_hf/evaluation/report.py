@@ -19,6 +19,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
@@ -45,7 +46,10 @@ Span = tuple[int, str]
 class Decoder(Protocol):
     """What the report needs of a tokenizer; every Hugging Face tokenizer has it."""
 
-    all_special_ids: Sequence[int]
+    @property
+    def all_special_ids(self) -> Sequence[int]:
+        """Ids of the control tokens."""
+        ...
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> Any:
         """The text of the ids."""
@@ -253,14 +257,9 @@ def _render(
     data: str,
     cap_note: str,
 ) -> str:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("stacklm_hf.evaluation", "."),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True,
-    )
-    css, js = (_asset(environment, name) for name in ("report.css", "report.js"))
-    return environment.get_template("report.html").render(
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    css, js = _asset("report.css"), _asset("report.js")
+    return environment.from_string(_asset("report.html")).render(
         title=title,
         lead=_lead(results),
         confidence=f"{100 * results[0].confidence:g}%",
@@ -283,10 +282,9 @@ def _render(
     )
 
 
-def _asset(environment: jinja2.Environment, name: str) -> str:
-    """A file of the package as it stands; only the page itself is a template."""
-    assert environment.loader is not None
-    return environment.loader.get_source(environment, name)[0]
+def _asset(name: str) -> str:
+    """A file of the package as it stands."""
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:

@@ -40,7 +40,10 @@ class AgentTokens:
 
     @property
     def modules_to_save(self) -> list[str]:
-        """For `peft.LoraConfig(modules_to_save=...)`: the same layers, trained and saved whole."""
+        """For `peft.LoraConfig(modules_to_save=...)`: the same layers, trained and saved whole.
+
+        Where the embeddings are tied, give `ensure_weight_tying=True` as well.
+        """
         return list(self.trainable_token_indices)
 
 
@@ -67,7 +70,7 @@ def add_agent_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
         raise TypeError(f"{type(tokenizer).__name__} has no `tokenizers` backend: load it with AutoTokenizer")
     known = tokenizer.get_vocab()
     vocab_end = max(known.values()) + 1
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = len(model.get_input_embeddings().get_parameter("weight"))
     missing = [token for token in SPECIAL_TOKENS if token not in known]
     if vocab_end > rows and missing:
         raise ValueError(
@@ -110,9 +113,8 @@ def _initialize_rows(model: PreTrainedModel, rows: list[int], num_old: int) -> N
         return
     old = [index for index in range(num_old) if index not in set(rows)]
     for layer in _embedding_layers(model):
-        for weight in (layer.weight, getattr(layer, "bias", None)):
-            if weight is not None:
-                weight[rows] = weight[old].mean(dim=0, dtype=torch.float32).to(weight.dtype)
+        for weight in layer.parameters(recurse=False):
+            weight[rows] = weight[old].mean(dim=0, dtype=torch.float32).to(weight.dtype)
 
 
 def _embedding_layers(model: PreTrainedModel) -> list[nn.Module]:

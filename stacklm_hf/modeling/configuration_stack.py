@@ -5,8 +5,7 @@ while transformers' own modules are still loading (see `registration`). So it im
 and nothing else of it.
 """
 
-from __future__ import annotations
-
+# No postponed annotations here: `strict` reads the types of the fields to check their values.
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -78,7 +77,7 @@ class StackConfig(PreTrainedConfig):
             and `<|end|>` (which ends a turn) in a native vocabulary of `vocab_size` tokens.
 
     Raises:
-        ValueError: If the sizes do not fit together.
+        huggingface_hub.errors.StrictDataclassError: If a value has the wrong type, or the sizes do not fit together.
 
     Example:
         >>> config = StackConfig.from_preset("stack-100m", z_loss_coef=1e-4)
@@ -167,7 +166,7 @@ class StackConfig(PreTrainedConfig):
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
 
     @classmethod
-    def from_preset(cls, name: str, **overrides: Any) -> StackConfig:
+    def from_preset(cls, name: str, **overrides: Any) -> "StackConfig":
         """Build the configuration of a named size.
 
         Args:

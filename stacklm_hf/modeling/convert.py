@@ -11,11 +11,13 @@ import json
 import logging
 import os
 import pickle
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedTokenizerBase
 
 from stacklm_hf.modeling.configuration_stack import StackConfig
@@ -107,13 +109,13 @@ def convert_native(
             )
         stack_config.update(generation_defaults(tokenizer))
 
-    model = StackForCausalLM(stack_config).to(_common_dtype(tensors.values()))
+    model = StackForCausalLM._from_config(stack_config, dtype=_common_dtype(tensors.values()))
     model.load_state_dict(tensors)
     with whole_folder(Path(out_dir)) as folder:
         model.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        write_model_card(folder, model.config)
+        write_model_card(folder, model.config, name=Path(out_dir).name)
     logger.info("converted %s to %s: %d parameters", checkpoint, out_dir, model.num_parameters())
     return Path(out_dir)
 
@@ -137,13 +139,15 @@ def native_config(native: Mapping[str, Any]) -> StackConfig:
     unknown = sorted(key for key, value in native.items() if key not in known and value)
     if unknown:
         raise ValueError(
-            f"unknown settings in the native config: {', '.join(unknown)}; remove them if the logits do not depend on them"
+            f"unknown settings in the native config: {', '.join(unknown)}; remove those that no logit depends on"
         )
     translated = {ours: native[theirs] for theirs, ours in _CONFIG_NAMES.items() if theirs in native}
     try:
         return StackConfig(**translated)
-    except Exception as error:  # `strict` has exception classes of its own for a wrong type
-        raise ValueError(f"the native config does not describe a Stack model: {error}") from error
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"the native config does not describe a Stack model: {' '.join(str(error).split())}"
+        ) from error
 
 
 def _load(path: Path) -> Any:
@@ -151,10 +155,12 @@ def _load(path: Path) -> Any:
         raise FileNotFoundError(f"no checkpoint at {path}")
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, IndexError) as error:
+        # torch's own message advises to load it all the same.
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        reason = f"it calls {found[1]}" if found else "not a PyTorch checkpoint"
         raise ValueError(
-            f"{path} is not a checkpoint that loads without running code from it: save the state dict alone, as tensors "
-            f"({str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__})"
+            f"{path} does not load without running code from it ({reason}): save its state dict as tensors alone"
         ) from error
 
 
@@ -203,7 +209,8 @@ def _map_tensors(state: dict[str, torch.Tensor], config: StackConfig) -> dict[st
         names.update({f"blocks.{i}.{n}": f"model.layers.{i}.{ours}" for n, ours in _BLOCK_TENSOR_NAMES.items()})
     if config.tie_word_embeddings and "tok_emb.weight" in state:
         # A tied head may be left out or repeated, but cannot be a weight of its own.
-        if not torch.equal(state.setdefault("lm_head.weight", state["tok_emb.weight"]), state["tok_emb.weight"]):
+        head = state.setdefault("lm_head.weight", state["tok_emb.weight"])
+        if not torch.equal(head, state["tok_emb.weight"]):
             raise ValueError("lm_head.weight differs from tok_emb.weight: set tie_embeddings to false in the config")
 
     with torch.device("meta"):

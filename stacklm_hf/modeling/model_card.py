@@ -12,7 +12,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from stacklm_hf.modeling.configuration_stack import StackConfig
 from stacklm_hf.modeling.modeling_stack import StackForCausalLM
 
-Results = Mapping[str, Mapping[str, float | int]]
+Results = Mapping[str, Mapping[str, Any]]
 
 _TEMPLATE = """---
 {metadata}
@@ -20,8 +20,8 @@ _TEMPLATE = """---
 
 # {name}
 
-A decoder-only language model of the Stack architecture, made with
-[stacklm_hf](https://pypi.org/project/stacklm-hf/): small, and narrow enough to use tools reliably.
+A decoder-only language model of the Stack architecture, made with stacklm_hf: small, and narrow enough to use tools
+reliably.
 
 ## Use
 
@@ -29,10 +29,10 @@ A decoder-only language model of the Stack architecture, made with
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("{name}")
 ```
 
-After `import stacklm_hf`, `trust_remote_code` is not needed.
+With the package installed, `import stacklm_hf` stands in for `trust_remote_code=True`.
 
 ## Architecture
 
@@ -45,23 +45,33 @@ After `import stacklm_hf`, `trust_remote_code` is not needed.
 
 
 def render_model_card(
-    config: StackConfig, results: Results | None = None, *, name: str = "stack-model", base_model: str | None = None
+    config: StackConfig,
+    results: Results | None = None,
+    *,
+    name: str = "stack-model",
+    base_model: str | None = None,
+    datasets: list[str] | None = None,
+    license: str | None = None,
 ) -> str:
     """Write the card of a model.
 
     Args:
         config: The model's configuration.
-        results: Of each split or task shape, its metrics: `{"held-out": {"accuracy": 0.98, "n": 50}}`.
+        results: Of each split or task shape, its metrics, as `{"held-out": {"accuracy": 0.98, "n": 50}}`. "accuracy"
+            becomes an evaluation result on the Hub; whatever is not a number is left out.
         name: Name of the model, as `from_pretrained` takes it.
-        base_model: Model that this one was tuned from.
+        base_model: Model on the Hub that this one was tuned from.
+        datasets: Datasets on the Hub that it was trained on.
+        license: Identifier of the model's licence. None leaves it open: it is its owner's to choose.
 
     Returns:
         Markdown with YAML metadata in front.
     """
     metadata = ModelCardData(
-        model_name=name,
+        model_name=name if results else None,
         base_model=base_model,
-        license="apache-2.0",
+        datasets=datasets,
+        license=license,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["stacklm_hf", "tool-use"],
@@ -69,13 +79,15 @@ def render_model_card(
             EvalResult(
                 task_type="text-generation",
                 dataset_type="stacklm_hf",
-                dataset_name=f"stacklm_hf, {split}",
+                dataset_name="stacklm_hf",
+                dataset_split=split,
                 metric_type="accuracy",
                 metric_value=metrics["accuracy"],
             )
             for split, metrics in (results or {}).items()
             if "accuracy" in metrics
-        ],
+        ]
+        or None,
     )
     return _TEMPLATE.format(
         metadata=metadata.to_yaml(),
@@ -118,19 +130,22 @@ def _architecture(config: StackConfig) -> list[list[str]]:
 def _evaluation(results: Results | None) -> str:
     if not results:
         return "Not evaluated."
-    columns = list(dict.fromkeys(metric for metrics in results.values() for metric in metrics))
-    rows = [[split, *(_number(metrics.get(c)) for c in columns)] for split, metrics in results.items()]
-    return _table(["", *columns], rows)
+    rows = {split: {m: v for m, v in metrics.items() if _is_number(v)} for split, metrics in results.items()}
+    columns = list(dict.fromkeys(metric for metrics in rows.values() for metric in metrics))
+    return _table(["", *columns], [[split, *(_cell(m.get(c, "")) for c in columns)] for split, m in rows.items()])
 
 
-def _number(value: float | int | None) -> str:
-    if value is None:
-        return ""
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _cell(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
+    escaped = [[" ".join(cell.split()).replace("|", "\\|") for cell in line] for line in (header, *rows)]
+    lines = [escaped[0], ["---"] * len(header), *escaped[1:]]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 

@@ -17,12 +17,15 @@ import copy
 import re
 import threading
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer, pre_tokenizers
 
 from stacklm_hf.protocol.tokens import SPECIAL_TOKENS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def encode_trusted(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -104,6 +107,7 @@ def _make_encoders(tokenizer: PreTrainedTokenizerBase, backend: Tokenizer) -> _E
     for clone in (trusted, untrusted):
         clone.no_truncation()
         clone.no_padding()
+        _never_begin_a_text(clone)
     trusted.encode_special_tokens = False
     untrusted.encode_special_tokens = True
     specials = {token.content: index for index, token in backend.get_added_tokens_decoder().items() if token.special}
@@ -119,6 +123,18 @@ def _make_encoders(tokenizer: PreTrainedTokenizerBase, backend: Tokenizer) -> _E
         special_ids=frozenset(specials.values()),
         marker=re.compile(f"({'|'.join(map(re.escape, longest_first))})" if specials else "(?!)"),
     )
+
+
+def _never_begin_a_text(backend: Tokenizer) -> None:
+    """Spans are encoded one by one, yet stand in the middle of an episode.
+
+    Tokenizers such as Llama 2's put a blank in front of the first word of a text, and only there.
+    """
+    pre_tokenizer = backend.pre_tokenizer
+    steps: Any = pre_tokenizer if isinstance(pre_tokenizer, pre_tokenizers.Sequence) else [pre_tokenizer]
+    for step in steps:
+        if isinstance(step, pre_tokenizers.Metaspace) and step.prepend_scheme == "first":
+            step.prepend_scheme = "never"
 
 
 def _encode(backend: Tokenizer, text: str) -> list[int]:

@@ -27,10 +27,10 @@ RESPONSE_TEMPLATE: dict[str, Any] = {
     "defaults": {"role": "assistant", "content": ""},
     "start_anchor": ASSISTANT,
     "fields": {
-        # The thought, verbatim; the line break in front of a call belongs to the call.
+        # The thought, verbatim. A single line break in front of a call is left to the chat template, which adds it.
         "content": {"close_pattern": _TURN_END, "content_args": {"strip": False}},
         "tool_calls": {
-            "open_pattern": r"\n?<\|tool_call\|>",
+            "open_pattern": r"(?<=[^\n])\n<\|tool_call\|>|<\|tool_call\|>",
             "close_pattern": _TURN_END,
             "content": "json",
             "repeats": True,

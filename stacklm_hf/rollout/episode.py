@@ -300,6 +300,7 @@ async def run_episodes_async(
     concurrency: int = 64,
     skip: Callable[[str], bool] | None = None,
     on_trajectory: Callable[[Trajectory], Any] | None = None,
+    keep: bool = True,
     progress: str | None = None,
 ) -> list[Trajectory]:
     """The coroutine behind :func:`run_episodes`, for callers that have an event loop."""
@@ -318,7 +319,8 @@ async def run_episodes_async(
             trajectory = await run_episode(policy, task, environment, settings, seed=seed, sample=sample)
             if on_trajectory is not None:
                 on_trajectory(trajectory)
-            results[index] = trajectory
+            if keep:
+                results[index] = trajectory
             bar.update()
 
     with bar:
@@ -351,6 +353,7 @@ def run_episodes(
         concurrency: Episodes in flight.
         skip: Called with an episode id; True leaves the episode out (it is done already).
         on_trajectory: Called with each trajectory as it ends, in the order of ending.
+        keep: Return the trajectories; False leaves them to `on_trajectory` and holds none in memory.
         progress: Label of a progress bar; None for none.
 
     Returns:

@@ -8,7 +8,7 @@ and through Arrow without loss.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -118,11 +118,14 @@ class Trajectory:
         return [step.observation for step in self.steps if step.observation is not None]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON- and Arrow-ready; free-form dicts become JSON strings so that Arrow keeps them as they are."""
-        row = asdict(self)
+        """JSON- and Arrow-ready; free-form dicts become JSON strings so that Arrow keeps them as they are.
+
+        The lists of tokens are those of the trajectory, not copies.
+        """
+        # Not asdict(): it copies every token of every list.
+        row = dict(vars(self))
         row["stop_reason"] = str(self.stop_reason)
-        for step in row["steps"]:
-            step["kind"] = str(step["kind"])
+        row["steps"] = [{**vars(step), "kind": str(step.kind)} for step in self.steps]
         row["sampling"] = json.dumps(self.sampling, sort_keys=True)
         row["timing"] = json.dumps(self.timing, sort_keys=True)
         return row
@@ -141,9 +144,9 @@ class Trajectory:
             values["sampling"] = json.loads(values["sampling"])
             values["timing"] = json.loads(values["timing"])
             trajectory = cls(**values)
+            trajectory.check()
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not a trajectory record ({row.get('episode_id', 'no episode_id')}): {error}") from error
-        trajectory.check()
         return trajectory
 
     def check(self) -> None:

@@ -24,7 +24,8 @@ class ToolSpec:
         description: One sentence for a reader or a teacher model.
         parameters: JSON schema of type `object`. The order of `properties` is the order of the arguments in
             a rendered call and in the signature. A string property may carry a `pattern`, an integer one a
-            `minimum` and a `maximum`; the grammar of a turn enforces them.
+            `minimum` and a `maximum`; dispatch checks them and the grammar of a turn enforces them. `x-grammar`
+            in a string property is a regular expression for the grammar alone, narrower than what dispatch takes.
 
     Raises:
         ValueError: The name is no identifier, or the schema is not an object schema.
@@ -57,10 +58,15 @@ class ToolSpec:
         return f"{self.name}({','.join(self.properties)})"
 
     def to_openai(self) -> dict[str, Any]:
-        """The form that chat templates and the OpenAI API take in `tools=`."""
+        """The form that chat templates and the OpenAI API take in `tools=`; without our own `x-` keys."""
+        properties = {
+            name: {key: value for key, value in schema.items() if not key.startswith("x-")}
+            for name, schema in self.properties.items()
+        }
+        parameters = {**self.parameters, "properties": properties}
         return {
             "type": "function",
-            "function": {"name": self.name, "description": self.description, "parameters": self.parameters},
+            "function": {"name": self.name, "description": self.description, "parameters": parameters},
         }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -93,7 +94,7 @@ class MuonFactory:
             if isinstance(module, nn.Embedding)
             for parameter in module.parameters(recurse=False)
         }
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
         if head is not None:
             outside.update(id(parameter) for parameter in head.parameters())
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

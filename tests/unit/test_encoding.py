@@ -18,7 +18,8 @@ from stacklm_hf.protocol.tokens import SPECIAL_TOKENS
 
 DATA = Path(__file__).parents[1] / "data"
 hostile = st.lists(
-    st.sampled_from([*SPECIAL_TOKENS, "<|", "|>", "<", "end", "<|unused_0|>", "<|endoftext|>", " "]) | st.text(max_size=6)
+    st.sampled_from([*SPECIAL_TOKENS, "<|", "|>", "<", "end", "<|unused_0|>", "<|endoftext|>", " "])
+    | st.text(max_size=6)
 ).map("".join)
 
 
@@ -111,7 +112,16 @@ def test_half_a_surrogate_pair_from_json_counts_as_the_replacement_character():
 
 
 def test_a_model_that_holds_its_end_token_as_an_ordinary_piece_cannot_be_tricked():
-    pieces = [("<unk>", 0.0), ("</s>", -1.0), ("▁", -2.0), ("a", -2.0), ("<", -3.0), ("/", -3.0), ("s", -3.0), (">", -3.0)]
+    pieces = [
+        ("<unk>", 0.0),
+        ("</s>", -1.0),
+        ("▁", -2.0),
+        ("a", -2.0),
+        ("<", -3.0),
+        ("/", -3.0),
+        ("s", -3.0),
+        (">", -3.0),
+    ]
     backend = Tokenizer(models.Unigram(pieces, unk_id=0))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stacklm_hf.data.store import StoreLockedError, TrajectoryStore, read_trajectories
@@ -105,7 +105,7 @@ def test_of_two_records_with_one_id_the_first_counts(path: Path) -> None:
         assert [trajectory.question for trajectory in store] == [episode("a").question, episode("b").question]
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=60)
 @given(cut=st.integers(min_value=0), text=st.text(max_size=12))
 def test_cut_anywhere_every_whole_record_survives(
     tmp_path_factory: pytest.TempPathFactory, cut: int, text: str

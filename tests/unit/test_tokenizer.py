@@ -6,7 +6,7 @@ import copy
 import json
 import subprocess
 import sys
-import unicodedata
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -92,7 +92,7 @@ class TestNativeFile:
         change(native)
         path = tmp_path / "broken.json"
         path.write_text(json.dumps(native), encoding="utf-8")
-        with pytest.raises(ValueError, match="broken.json: ") as caught:
+        with pytest.raises(ValueError, match=r"broken\.json: ") as caught:
             StackTokenizerFast.from_native(path)
         assert says in str(caught.value)
         assert "\n" not in str(caught.value)
@@ -100,11 +100,11 @@ class TestNativeFile:
     @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000])
     def test_what_is_no_native_file_at_all_is_refused_in_one_line(self, tmp_path, content):
         (tmp_path / "broken.json").write_bytes(content)
-        with pytest.raises(ValueError, match=r"^[^\n]*broken.json: [^\n]+$"):
+        with pytest.raises(ValueError, match=r"^[^\n]*broken\.json: [^\n]+$"):
             StackTokenizerFast.from_native(tmp_path / "broken.json")
 
     def test_a_missing_file_is_named(self, tmp_path):
-        with pytest.raises(ValueError, match=r"nowhere.json: cannot be read \(No such file"):
+        with pytest.raises(ValueError, match=r"nowhere\.json: cannot be read \(No such file"):
             StackTokenizerFast.from_native(tmp_path / "nowhere.json")
 
 
@@ -127,23 +127,24 @@ class TestText:
         assert tokenizer.decode(ids) == "<|user|>hi<|end|>"
         assert tokenizer.decode(ids, skip_special_tokens=True) == "hi"
 
+    # Without "Cn": categories of newer characters differ between the Unicode versions of the two regex engines.
     @settings(max_examples=200, deadline=None)
-    @given(text=st.text(st.characters(exclude_categories=["Cs", "Cn"]) | st.sampled_from("aeth 's\n\t1290"), max_size=40))
+    @given(
+        text=st.text(st.characters(exclude_categories=["Cs", "Cn"]) | st.sampled_from("aeth 's\n\t1290"), max_size=40)
+    )
     def test_ids_are_those_of_a_textbook_byte_pair_encoder(self, text):
         tokenizer, _ = load("native_tokenizer_padded")
         native = json.loads((DATA / "native_tokenizer_padded.json").read_text(encoding="utf-8"))
         ranks = {tuple(pair): rank for rank, pair in enumerate(native["merges"])}
-        # Categories of newer characters differ between Unicode versions; what Python does not know is left out.
-        text = "".join(c for c in text if unicodedata.category(c) != "Cn")
         expected: list[int] = []
         for piece in regex.findall(native["pattern"], text):
             ids = list(piece.encode())
-            while pairs := [p for p in zip(ids, ids[1:], strict=False) if p in ranks]:
+            while pairs := [pair for pair in pairwise(ids) if pair in ranks]:
                 best = min(pairs, key=ranks.__getitem__)
                 at = next(i for i in range(len(ids)) if tuple(ids[i : i + 2]) == best)
                 ids[at : at + 2] = [256 + ranks[best]]
             expected += ids
-        assert tokenizer(text)["input_ids"] == expected
+        assert tokenizer(text, split_special_tokens=True)["input_ids"] == expected
 
 
 class TestSaving:
@@ -233,7 +234,12 @@ class TestTraining:
     def test_padding_tokens_fill_what_the_texts_do_not(self):
         tokenizer = train_stack_tokenizer(["ab"], 300)
         assert len(tokenizer) == 300
-        assert tokenizer.convert_ids_to_tokens([256, 257, 290, 291]) == ["ab", "<|unused_0|>", "<|unused_33|>", "<|bos|>"]
+        assert tokenizer.convert_ids_to_tokens([256, 257, 290, 291]) == [
+            "ab",
+            "<|unused_0|>",
+            "<|unused_33|>",
+            "<|bos|>",
+        ]
 
     def test_the_stream_is_read_once_and_the_result_is_the_same(self):
         first, second = (train_stack_tokenizer(iter(self.TEXTS), 320) for _ in range(2))
@@ -254,7 +260,7 @@ class TestTraining:
     def test_the_default_pattern_is_that_of_the_native_files(self):
         native = json.loads((DATA / "native_tokenizer.json").read_text(encoding="utf-8"))
         assert native["pattern"] == SPLIT_PATTERN
-        assert SINGLE_DIGITS_PATTERN == SPLIT_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
+        assert native["pattern"].replace(r"\p{N}{1,3}", r"\p{N}") == SINGLE_DIGITS_PATTERN
 
     @pytest.mark.parametrize(
         ("arguments", "says"),

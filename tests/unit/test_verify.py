@@ -7,7 +7,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stacklm_hf.rollout.trajectory import Step, StepKind, Trajectory
@@ -117,13 +117,15 @@ def test_the_normal_form_is_readable() -> None:
     assert normalize_answer(None) == ""
 
 
+@settings(deadline=None)
 @given(st.text(max_size=40) | st.from_regex(r"\A[-+]?[0-9,]{1,8}\.?[0-9]{0,4}(e[-+]?[0-9]{1,3})?\.?\Z"))
 def test_normalising_never_raises_and_is_idempotent(text: str) -> None:
     once = normalize_answer(text)
     assert normalize_answer(once) == once
 
 
-@given(st.decimals(allow_nan=False, allow_infinity=False, places=6), st.integers(-60, 60))
+@settings(deadline=None)
+@given(st.decimals(-(10**15), 10**15, places=6), st.integers(-60, 60))
 def test_a_number_is_its_exact_value(number: Decimal, shift: int) -> None:
     text = f"{number}e{shift}"
     assert Decimal(normalize_answer(text)) == Decimal(text)
@@ -131,6 +133,7 @@ def test_a_number_is_its_exact_value(number: Decimal, shift: int) -> None:
     assert not is_correct(text, f"{number + Decimal('0.000001')}e{shift}")
 
 
+@settings(deadline=None)
 @given(st.integers())
 def test_thousands_may_be_grouped(number: int) -> None:
     assert is_correct(f"{number:,}", str(number))
@@ -151,11 +154,11 @@ def test_thousands_may_be_grouped(number: int) -> None:
     ids=range(8),
 )
 def test_hostile_answers_cost_nothing(text: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     assert not is_correct(text, "4042")
     assert not is_grounded(text, ["4042"])
     assert not is_grounded("4042", [text[:100_000]])
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 0.5
 
 
 @pytest.mark.parametrize(
@@ -205,6 +208,7 @@ def test_an_answer_is_no_pattern() -> None:
     assert is_grounded("a+b(", ["so a+b( it is"])
 
 
+@settings(deadline=None)
 @given(st.text(max_size=30), st.lists(st.text(max_size=60), max_size=3))
 def test_grounding_never_raises(answer: str, observations: list[str]) -> None:
     is_grounded(answer, observations)
