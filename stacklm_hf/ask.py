@@ -113,8 +113,16 @@ async def ask(
     return trajectory
 
 
-def load_policy(model: str, environment: Environment, temperature: float = 0.0) -> TransformersPolicy:
-    """A checkpoint as a policy, with the grammar of the environment's tools.
+def load_policy(
+    model: str, environment: Environment, temperature: float = 0.0, grammar: bool = True
+) -> TransformersPolicy:
+    """A checkpoint as a policy.
+
+    Args:
+        model: Folder or Hub id.
+        environment: Its tools make the grammar.
+        temperature: 0 for greedy.
+        grammar: Constrain the syntax of calls.
 
     Raises:
         ValueError: It is no checkpoint, or its tokenizer lacks the control tokens; one line says what to do.
@@ -125,4 +133,5 @@ def load_policy(model: str, environment: Environment, temperature: float = 0.0) 
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"{model!r} is no checkpoint that can be loaded: {reason}") from error
-    return TransformersPolicy(network, tokenizer, environment.tools, temperature=temperature, name=model)
+    tools = environment.tools if grammar else None
+    return TransformersPolicy(network, tokenizer, tools, temperature=temperature, name=model)

@@ -30,14 +30,13 @@ from stacklm_hf.evaluation.metrics import EvaluationResult, summarize
 from stacklm_hf.evaluation.report import write_report
 from stacklm_hf.evaluation.run import evaluate, run_into_store
 from stacklm_hf.evaluation.table import format_table
-from stacklm_hf.modeling.tokenization_stack import train_stack_tokenizer
-from stacklm_hf.rollout.episode import EpisodeSettings, run_episodes
 from stacklm_hf.rollout.scripted import ScriptedTeacher
 from stacklm_hf.rollout.trajectory import Trajectory
 from stacklm_hf.rollout.transformers_policy import TransformersPolicy
 from stacklm_hf.stages import Stages
 from stacklm_hf.training.callbacks import AgentAccuracyCallback
-from stacklm_hf.training.sft import build_student, default_sft_config, last_checkpoint, make_trainer
+from stacklm_hf.training.sft import default_sft_config, last_checkpoint, make_trainer
+from stacklm_hf.training.student import build_student, build_tokenizer
 from stacklm_hf.worlds.base import Task
 from stacklm_hf.worlds.research import SeededEnvironment, make_split, make_task_pool, make_training_pool
 
@@ -137,18 +136,9 @@ class Demo:
         return make_split("heldout", WORLD_SEED, pool).train
 
     def _tokenizer(self, facts: dict[str, Any]) -> None:
-        """Trains the tokenizer on transcripts of the training tasks, made with a vocabulary of bytes alone."""
-        bytes_only = train_stack_tokenizer([], 265)
-        settings = EpisodeSettings(max_new_tokens=1000)
-        sample = self.training_tasks()[:800]
-        transcripts = run_episodes(
-            ScriptedTeacher(bytes_only), sample, self.environment, settings, progress="transcripts"
-        )
-        texts = [
-            text for trajectory in transcripts for text in (trajectory.system, trajectory.question, *_texts(trajectory))
-        ]
-        tokenizer = train_stack_tokenizer(texts, self.settings.vocab_size, single_digits=True)
-        tokenizer.save_pretrained(self.folder / "tokenizer")
+        """Trains the tokenizer of the student."""
+        path = self.folder / "tokenizer"
+        tokenizer = build_tokenizer(path, self.training_tasks(), self.environment, self.settings.vocab_size)
         facts["vocabulary"] = len(tokenizer)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -294,11 +284,6 @@ class Demo:
         ):
             self.say(f"  {label:<13}{path}")
         self.say(f'\nTry next:\n  stacklm-hf ask --model {self.checkpoint} "{question}"')
-
-
-def _texts(trajectory: Trajectory) -> list[str]:
-    """What a tokenizer is trained on: the text between the markers."""
-    return [part for step in trajectory.steps for part in (*step.text.split("<|tool_call|>"), step.observation or "")]
 
 
 def _accuracy(trajectories: Sequence[Trajectory]) -> float:

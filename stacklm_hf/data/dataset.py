@@ -149,6 +149,34 @@ def build_dataset(
     return dataset, BuildReport(len(dataset), **dropped, max_length=max_length)
 
 
+def retokenize(
+    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int | None = 1024
+) -> tuple[Dataset, int]:
+    """The same trajectories for a student with another tokenizer: ids and masks anew, from the messages.
+
+    Args:
+        dataset: A dataset of trajectories.
+        tokenizer: The student's, with the nine control tokens and the chat template.
+        max_length: Longer rows are dropped, not cut; None for no limit.
+
+    Returns:
+        The dataset, and the number of rows dropped.
+    """
+    check_columns(dataset)
+
+    def encode(row: dict[str, Any]) -> dict[str, list[int]]:
+        encoded: Any = tokenizer.apply_chat_template(
+            row["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        return {"input_ids": encoded["input_ids"], "assistant_masks": encoded["assistant_masks"]}
+
+    encoded = dataset.map(encode, features=dataset.features, desc="Encoding for the student", keep_in_memory=True)
+    if max_length is None:
+        return encoded, 0
+    kept = encoded.filter(lambda ids: len(ids) <= max_length, input_columns="input_ids", keep_in_memory=True)
+    return kept, len(encoded) - len(kept)
+
+
 def rows_to_dataset(rows: Iterable[dict[str, Any]], features: Features) -> Dataset:
     """A dataset from a stream of rows, turned into Arrow a few at a time.
 

@@ -109,7 +109,7 @@ def evaluate(
     if errors:
         episode_id, reason = next(iter(errors.items()))
         raise RuntimeError(
-            f"{len(errors)} episodes failed, e.g. {episode_id}: {reason}; the others are in {path}, run again for the rest"
+            f"{len(errors)} episodes failed, e.g. {episode_id}: {reason}; the others are in {path}: run again"
         )
     stored = {trajectory.episode_id: trajectory for trajectory in read_trajectories(path)}
     ids = [make_episode_id(task, seed, sample) for task in tasks for sample in range(samples)]

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stacklm_hf.modeling.add_tokens import AgentTokens, add_agent_tokens
     from stacklm_hf.modeling.configuration_stack import PRESETS, StackConfig
     from stacklm_hf.modeling.convert import convert_native
     from stacklm_hf.modeling.export import export_qwen3
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from stacklm_hf.modeling.tokenization_stack import StackTokenizerFast
 
 _HOME = {
+    "AgentTokens": "add_tokens",
+    "add_agent_tokens": "add_tokens",
     "PRESETS": "configuration_stack",
     "StackConfig": "configuration_stack",
     "StackForCausalLM": "modeling_stack",
@@ -31,10 +34,12 @@ _HOME = {
 
 __all__ = [
     "PRESETS",
+    "AgentTokens",
     "StackConfig",
     "StackForCausalLM",
     "StackModel",
     "StackTokenizerFast",
+    "add_agent_tokens",
     "convert_native",
     "export_qwen3",
     "render_model_card",

@@ -16,11 +16,10 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.trainer_utils import get_last_checkpoint
-from trl import SFTConfig, SFTTrainer
+from trl import ModelConfig, SFTConfig, SFTTrainer, get_peft_config
 
 from stacklm_hf.data.dataset import check_columns
-from stacklm_hf.modeling.configuration_stack import StackConfig
-from stacklm_hf.modeling.modeling_stack import StackForCausalLM
+from stacklm_hf.modeling.add_tokens import AgentTokens
 from stacklm_hf.training.optim import MuonFactory
 
 logger = logging.getLogger(__name__)
@@ -47,21 +46,6 @@ class AgentSFTConfig(SFTConfig):
 def cpu_supports_bf16() -> bool:
     """Whether matrix products in bfloat16 have hardware behind them on this CPU."""
     return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def build_student(tokenizer: PreTrainedTokenizerBase, preset: str, seed: int, **overrides: Any) -> StackForCausalLM:
-    """A Stack model of a named size from random weights, fitting a tokenizer.
-
-    Args:
-        tokenizer: A Stack tokenizer.
-        preset: A name of `stacklm_hf.modeling.configuration_stack.PRESETS`.
-        seed: Seed of the weights.
-        overrides: Arguments of the configuration.
-    """
-    config = StackConfig.from_preset(preset, vocab_size=len(tokenizer), **overrides)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return StackForCausalLM(config)
 
 
 class AgentSFTTrainer(SFTTrainer):
@@ -168,6 +152,23 @@ def make_trainer(
         peft_config=peft_config,
         optimizer_cls_and_kwargs=optimizer,
     )
+
+
+def make_peft_config(arguments: ModelConfig, tokens: AgentTokens | None = None) -> Any:
+    """TRL's PEFT configuration of a recipe's arguments, with the rows of the control tokens trained as well.
+
+    Args:
+        arguments: TRL's model arguments.
+        tokens: What `add_agent_tokens` returned. An adapter freezes the embeddings, so new rows would stay as
+            they are without it.
+
+    Returns:
+        A `peft.LoraConfig`, None without `--use_peft`.
+    """
+    config: Any = get_peft_config(arguments)
+    if config is not None and tokens is not None and tokens.initialized_rows:
+        config.trainable_token_indices = tokens.trainable_token_indices
+    return config
 
 
 def last_checkpoint(output_dir: str | Path) -> str | None:
