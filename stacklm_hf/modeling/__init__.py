@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from stacklm_hf.modeling.export import export_qwen3
     from stacklm_hf.modeling.model_card import render_model_card, write_model_card
     from stacklm_hf.modeling.modeling_stack import StackForCausalLM, StackModel
-    from stacklm_hf.modeling.tokenization_stack import StackTokenizerFast
+    from stacklm_hf.modeling.tokenization_stack import StackTokenizerFast, generation_defaults, train_stack_tokenizer
 
 _HOME = {
     "AgentTokens": "add_tokens",
@@ -26,6 +26,8 @@ _HOME = {
     "StackForCausalLM": "modeling_stack",
     "StackModel": "modeling_stack",
     "StackTokenizerFast": "tokenization_stack",
+    "generation_defaults": "tokenization_stack",
+    "train_stack_tokenizer": "tokenization_stack",
     "convert_native": "convert",
     "export_qwen3": "export",
     "render_model_card": "model_card",
@@ -42,7 +44,9 @@ __all__ = [
     "add_agent_tokens",
     "convert_native",
     "export_qwen3",
+    "generation_defaults",
     "render_model_card",
+    "train_stack_tokenizer",
     "write_model_card",
 ]
 

@@ -7,16 +7,20 @@ mode in which they found it, so that a run with them has the same loss curve as 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from stacklm_hf.rollout.episode import EpisodeSettings, run_episodes
 from stacklm_hf.rollout.transformers_policy import TransformersPolicy
 from stacklm_hf.worlds.base import Environment, Task
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 
 class AgentAccuracyCallback(TrainerCallback):
@@ -70,6 +74,13 @@ class AgentAccuracyCallback(TrainerCallback):
         trajectories = run_episodes(policy, self.tasks, self.environment, self.settings)
         accuracy = sum(trajectory.correct for trajectory in trajectories) / len(trajectories)
         steps = sum(trajectory.num_steps for trajectory in trajectories) / len(trajectories)
-        self.trainer.log({"eval_agent_accuracy": accuracy, "eval_agent_steps": steps})
+        self._log({"eval_agent_accuracy": accuracy, "eval_agent_steps": steps})
         if self.on_result is not None:
             self.on_result(state.global_step, accuracy)
+
+    def _log(self, numbers: dict[str, float]) -> None:
+        """Logs beside the trainer's own row: TRL's `log` would put its training metrics into this one, and any
+        `log` calls off the row that is due at this step."""
+        should_log = self.trainer.control.should_log
+        Trainer.log(self.trainer, numbers)
+        self.trainer.control.should_log = should_log
