@@ -27,7 +27,7 @@ class CollectArguments:
     vocab_size: int = field(default=1024, metadata={"help": "Vocabulary of a tokenizer trained here."})
     split: str = field(default="heldout", metadata={"help": "What must not be trained on: see worlds.research.SPLITS."})
     tasks_per_shape: int = field(default=400, metadata={"help": "Training tasks of each of the four shapes."})
-    run_share: float = field(default=0.4, metadata={"help": "Share of them over synthetic runs of other worlds."})
+    run_share: float = field(default=0.5, metadata={"help": "Share of them over synthetic runs of other worlds."})
     world_seeds: int = field(default=8, metadata={"help": "Number of those other worlds."})
     samples: int = field(default=1, metadata={"help": "Trajectories for each task, in words drawn anew if above 1."})
     seed: int = field(default=0, metadata={"help": "Seed of the draws."})

@@ -59,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="the whole road on this machine's CPU, in minutes")
     demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the run (default: runs/demo)")
     demo.add_argument("--seed", type=int, default=0, help="seed of weights and data order (default: 0)")
-    for name in ("max_steps", "tasks_per_shape", "vocab_size", "batch_size", "eval_every", "save_every"):
+    for name in ("max_steps", "tasks", "vocab_size", "batch_size", "eval_every", "save_every"):
         demo.add_argument(
             f"--{name.replace('_', '-')}", type=_positive, default=argparse.SUPPRESS, help="tuned; see DemoSettings"
         )

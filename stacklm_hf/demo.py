@@ -52,16 +52,16 @@ class DemoSettings:
 
     seed: int = field(default=0, metadata={"help": "seed of the weights, the data order and the training pool"})
     preset: str = field(default="stack-demo", metadata={"help": "named size of the student"})
-    vocab_size: int = field(default=768, metadata={"help": "vocabulary of the student's tokenizer"})
-    tasks_per_shape: int = field(default=700, metadata={"help": "training tasks of each of the four shapes"})
-    run_share: float = field(default=0.4, metadata={"help": "share of them over synthetic runs of other worlds"})
+    vocab_size: int = field(default=1024, metadata={"help": "vocabulary of the student's tokenizer"})
+    tasks: int = field(default=3200, metadata={"help": "training tasks; sums and compares get a third each"})
+    run_share: float = field(default=0.5, metadata={"help": "share of them over synthetic runs of other worlds"})
     world_seeds: int = field(default=8, metadata={"help": "number of those other worlds"})
     samples: int = field(default=1, metadata={"help": "trajectories that the teacher samples for each task"})
-    max_steps: int = field(default=1600, metadata={"help": "optimizer steps"})
-    batch_size: int = field(default=8, metadata={"help": "trajectories a step"})
-    learning_rate: float = field(default=3e-3, metadata={"help": "of AdamW: embedding and norms"})
-    muon_learning_rate: float = field(default=0.01, metadata={"help": "of Muon: the matrices"})
-    eval_every: int = field(default=400, metadata={"help": "steps between two measurements while training"})
+    max_steps: int = field(default=1200, metadata={"help": "optimizer steps"})
+    batch_size: int = field(default=16, metadata={"help": "trajectories a step"})
+    learning_rate: float = field(default=5e-3, metadata={"help": "of AdamW: embedding and norms"})
+    muon_learning_rate: float = field(default=0.02, metadata={"help": "of Muon: the matrices"})
+    eval_every: int = field(default=200, metadata={"help": "steps between two measurements while training"})
     save_every: int = field(default=100, metadata={"help": "steps between two checkpoints"})
 
 
@@ -130,9 +130,10 @@ class Demo:
     def training_tasks(self) -> list[Task]:
         """The training pool; no task leaks a held-out one, and no fact of the split `runs` is in it."""
         settings = self.settings
-        pool = make_training_pool(
-            WORLD_SEED, settings.tasks_per_shape, settings.run_share, n_world_seeds=settings.world_seeds
-        )
+        # Two-fact shapes have far more to learn: which fact comes first, and which operand is which.
+        few, many = settings.tasks // 6, settings.tasks // 3
+        counts = {"lookup": few, "double": few, "sum": many, "compare": many}
+        pool = make_training_pool(WORLD_SEED, counts, settings.run_share, settings.world_seeds)
         return make_split("heldout", WORLD_SEED, pool).train
 
     def _tokenizer(self, facts: dict[str, Any]) -> None:
@@ -204,7 +205,7 @@ class Demo:
             adam_beta2=0.95,
             warmup_steps=50,
             lr_scheduler_type="warmup_stable_decay",
-            lr_scheduler_kwargs={"num_decay_steps": round(0.3 * settings.max_steps)},
+            lr_scheduler_kwargs={"num_decay_steps": settings.max_steps // 2},
         )
         trainer = make_trainer(model, tokenizer, load_rows(self.dataset), config)
         trainer.add_callback(

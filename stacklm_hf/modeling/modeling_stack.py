@@ -33,7 +33,6 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 from transformers.utils import can_return_tuple
 from transformers.utils.generic import is_flash_attention_requested, merge_with_config_defaults
-from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_stack import StackConfig
@@ -254,10 +253,11 @@ class StackModel(StackPreTrainedModel):
             ValueError: If rows are both packed and padded under flash attention, which reads either of the two.
         """
         tokens = attention_mask.bool()
-        if not is_tracing(tokens) and tokens.all():
+        compiling = torch.compiler.is_compiling()  # where no branch may depend on values
+        if not compiling and tokens.all():
             return None, None
         documents = ((position_ids == 0) & tokens).cumsum(-1)
-        if not is_tracing(documents) and (documents[:, -1] <= 1).all():
+        if not compiling and (documents[:, -1] <= 1).all():
             return attention_mask, None
         if is_flash_attention_requested(self.config):
             raise ValueError(
@@ -317,6 +317,25 @@ class StackForCausalLM(StackPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    def training_loss(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """The cross-entropy, and the z-loss where the config asks for one.
+
+        A trainer that computes the cross-entropy itself from the hidden states leaves the z-loss out (TRL's does). Give
+        it a `compute_loss_func` that calls this on the model's logits.
+
+        Args:
+            logits: Shape (batch, length, vocab), soft cap applied.
+            labels: Shape (batch, length), unshifted; -100 for tokens that do not count.
+            **kwargs: `num_items_in_batch` and `shift_labels`, see `forward`.
+
+        Returns:
+            A float32 scalar.
+        """
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        if self.config.z_loss_coef > 0:
+            loss = loss + self.config.z_loss_coef * z_loss(logits, labels, **kwargs)
+        return loss
+
     @can_return_tuple
     def forward(
         self,
@@ -358,12 +377,10 @@ class StackForCausalLM(StackPreTrainedModel, GenerationMixin):
 
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-            if self.config.z_loss_coef > 0:
-                loss = loss + self.config.z_loss_coef * z_loss(logits, labels, **kwargs)
+            loss = self.training_loss(logits, labels, **kwargs)
 
         return CausalLMOutputWithPast(
-            loss=loss,
+            loss=loss,  # type: ignore[arg-type]
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,

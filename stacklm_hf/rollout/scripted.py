@@ -27,12 +27,23 @@ _OPERATORS = {"sum": "+", "compare": "-"}
 _SHAPES = {None: 1, "double": 1, "sum": 2, "compare": 2}
 
 # Wordings: the first is the teacher's own, the others are drawn when it is sampled at a temperature.
-_FIRST = ("I need the {fact}.", "First, the {fact}.", "I look up the {fact}.")
-_NEXT = (" Next, the {fact}.", " Now I need the {fact}.", " Then the {fact}.")
-_DOUBLE = (" Multiply it by 2.", " Now times 2.", " I double it.")
-_SUM = (" Add them.", " Now the sum.", " I add the two.")
-_COMPARE = (" Compare them.", " Now the difference.", " I subtract them.")
-_DONE = (" I have everything I need.", " That is all I need.", " Done.")
+_FIRST = {
+    None: ("I need the {fact}.", "I look up the {fact}."),
+    "double": ("I need the {fact}, multiplied by 2.", "I look up the {fact}, multiplied by 2."),
+    "sum": ("First, the {fact}.", "I begin with the {fact}."),
+    "compare": ("First, the {fact}.", "I begin with the {fact}."),
+}
+_NEXT = ("Next, the {fact}.", "Now I need the {fact}.")
+_CALCULATE = {
+    "double": ("Now multiply {values[0]} by 2.", "That times 2."),
+    "sum": ("Now add {values[0]} and {values[1]}.", "The sum of {values[0]} and {values[1]}."),
+    # Both outcomes and their answers stand in the thought, so that the last turn copies one of them.
+    "compare": (
+        "If {values[0]}-{values[1]} is positive, the larger is {entities[0]}; "
+        "if negative, the larger is {entities[1]}.",
+    ),
+}
+_DONE = ("I have everything I need.", "That is all I need.")
 
 
 class ScriptedTeacher:
@@ -96,17 +107,18 @@ def _decide(task: Task, steps: tuple[Step, ...], choose: Any) -> tuple[str, _Cal
     values = [find_value(step.observation or "", *fact) for step, fact in zip(searches, task.facts, strict=False)]
     if None in values:
         return "The search did not find it.", None, UNKNOWN
-    found = _restate(task, len(values) - 1, values) if values else ""
     if len(values) < len(task.facts):
         fact = _name(task, len(values))
-        thought = (found + choose(_NEXT).format(fact=fact)) if found else choose(_FIRST).format(fact=fact)
+        wordings = _NEXT if values else _FIRST[task.op]
+        thought = " ".join([*_restate(task, values), choose(wordings).format(fact=fact)])
         return thought, ("search", {"query": task.queries[len(values)], "k": _SEARCH_K}), ""
     if task.op is None:
-        return found + choose(_DONE), None, str(values[0])
+        return " ".join([*_restate(task, values), choose(_DONE)]), None, str(values[0])
     results = [step.observation or "" for step in steps if step.tool == "calc"]
     if not results:
-        thought = found + choose({"double": _DOUBLE, "sum": _SUM, "compare": _COMPARE}[task.op])
-        return thought, ("calc", {"expr": _expression(task, values)}), ""
+        entities = [entity for entity, _ in task.facts]
+        plan = choose(_CALCULATE[task.op]).format(values=values, entities=entities)
+        return " ".join([*_restate(task, values), plan]), ("calc", {"expr": _expression(task, values)}), ""
     return _conclude(task, results[-1], choose)
 
 
@@ -115,8 +127,9 @@ def _name(task: Task, index: int) -> str:
     return f"{attribute} of {entity}"
 
 
-def _restate(task: Task, index: int, values: list[str | None]) -> str:
-    return f"the {_name(task, index)} is {values[index]}."
+def _restate(task: Task, values: list[str | None]) -> list[str]:
+    """The fact that the last search found, in the words of the passage; nothing before the first search."""
+    return [f"the {_name(task, len(values) - 1)} is {values[-1]}."] if values else []
 
 
 def _expression(task: Task, values: list[str | None]) -> str:
@@ -129,8 +142,7 @@ def _conclude(task: Task, result: str, choose: Any) -> tuple[str, None, str]:
     if result.startswith("CalcError"):
         return "The calculation failed.", None, UNKNOWN
     if task.op != "compare":
-        return choose(_DONE).strip(), None, result
-    first, second = (entity for entity, _ in task.facts)
-    if result.startswith("-"):
-        return "The difference is negative, so the second is larger.", None, second
-    return "The difference is positive, so the first is larger.", None, first
+        return choose(_DONE), None, result
+    sign, winner = ("negative", 1) if result.startswith("-") else ("positive", 0)
+    entity = task.facts[winner][0]
+    return f"The result is {sign}, the larger is {entity}.", None, entity

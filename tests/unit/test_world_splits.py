@@ -21,6 +21,7 @@ from stacklm_hf.worlds.research import (
     make_split,
     make_task_pool,
     make_training_pool,
+    world_seed_of,
 )
 from stacklm_hf.worlds.research.facts import REAL_FACTS, make_run_facts
 from stacklm_hf.worlds.research.splits import REWORDED_TEMPLATES
@@ -148,16 +149,27 @@ def test_the_training_pool_is_balanced_and_free_of_leaks(seed: int) -> None:
     assert pool == make_training_pool(seed, n_per_shape=150, run_share=0.4, n_world_seeds=3)
 
 
-def test_the_training_pool_holds_every_lookup_and_double_that_is_not_held_out() -> None:
+def test_the_training_pool_asks_every_real_lookup_and_double_that_is_not_held_out_over_a_few_corpora() -> None:
     heldout = Counter(task.kind for task in make_task_pool(0)[1])
-    pool = Counter(task.kind for task in make_training_pool(0) if set(task.facts) <= {fact.key for fact in REAL_FACTS})
-    assert pool["lookup"] == 28 - heldout["lookup"]
-    assert pool["double"] == 28 - heldout["double"]
-    assert pool["sum"] == pool["compare"] == 300
+    real = {fact.key for fact in REAL_FACTS}
+    for repeats in (1, 2):
+        pool = [task for task in make_training_pool(0, real_repeats=repeats) if set(task.facts) <= real]
+        kinds = Counter(task.kind for task in pool)
+        assert kinds["lookup"] == repeats * (28 - heldout["lookup"])
+        assert kinds["double"] == repeats * (28 - heldout["double"])
+        assert kinds["sum"] == kinds["compare"] == 200
+        asked = Counter(task.question for task in pool)
+        assert max(asked.values()) == repeats
+        assert len({(task.question, world_seed_of(task)) for task in pool}) == len(pool)
+
+
+def test_shapes_may_have_their_own_numbers() -> None:
+    pool = make_training_pool(0, {"lookup": 30, "sum": 70})
+    assert Counter(task.kind for task in pool) == {"lookup": 30, "sum": 70}
 
 
 def test_every_task_of_the_pool_is_right_in_the_world_that_it_names() -> None:
-    groups = group_by_world_seed(make_training_pool(0, n_per_shape=100))
+    groups = group_by_world_seed(make_training_pool(0, n_per_shape=100, n_world_seeds=4))
     assert list(groups) == [0, 1, 2, 3, 4]
     for seed, tasks in groups.items():
         values = {fact.key: int(fact.value) for fact in make_facts(seed)}
@@ -170,7 +182,10 @@ def test_every_task_of_the_pool_is_right_in_the_world_that_it_names() -> None:
 def test_a_pool_that_the_worlds_cannot_fill_says_what_to_raise() -> None:
     with pytest.raises(ValueError, match="only 26 tasks of shape lookup, not 50: raise n_world_seeds"):
         make_training_pool(0, n_per_shape=50, run_share=0, n_world_seeds=0)
-    for wrong in ({"n_per_shape": -1}, {"run_share": 1.5}, {"n_world_seeds": -1}):
+    for wrong in ({"run_share": 1.5}, {"n_world_seeds": -1}, {"real_repeats": -1}):
         with pytest.raises(ValueError, match="make_training_pool needs"):
             make_training_pool(0, **wrong)
+    for counts in (-1, {"lookup": -1}, {"riddle": 1}):
+        with pytest.raises(ValueError, match="n_per_shape must be counts >= 0"):
+            make_training_pool(0, n_per_shape=counts)
     assert make_training_pool(0, n_per_shape=0) == []

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stacklm_hf.worlds.base import Task
@@ -145,53 +145,94 @@ def make_runs_tasks(seed: int = 0, n_tasks: int = 50) -> list[Task]:
 
 
 def make_training_pool(
-    seed: int = 0, n_per_shape: int = 400, run_share: float = 0.25, n_world_seeds: int = 4
+    seed: int = 0,
+    n_per_shape: int | Mapping[str, int] = 400,
+    run_share: float = 0.5,
+    n_world_seeds: int = 8,
+    real_repeats: int = 2,
 ) -> list[Task]:
-    """More tasks to train on, as many of each shape, none of which leaks what the splits of the seed measure.
+    """More tasks to train on, none of which leaks what the splits of the seed measure.
 
-    Tasks over the real facts are asked over the corpus of `seed`; those over synthetic runs over the corpora of
-    the `n_world_seeds` seeds after it, in which the same run has other values, so that a student learns to read
-    and not to remember. No (entity, attribute) of the seed's own runs is used: these stay the split `runs`.
-    Group the tasks by corpus with :func:`stacklm_hf.worlds.research.tasks.group_by_world_seed`.
+    Tasks over the real facts are asked over the corpus of `seed` and of the `n_world_seeds` seeds after it, in
+    turn, since the passages differ. Tasks over synthetic runs (sums and compares also of a run and a real fact)
+    are asked over the corpora of those other seeds, in which the same run has other values, so that a student
+    learns to read and not to remember. No (entity, attribute) of the seed's own runs is used: these stay the
+    split `runs`. Group the tasks by corpus with :func:`stacklm_hf.worlds.research.tasks.group_by_world_seed`.
 
     Args:
         seed: Seed of the world that is measured.
-        n_per_shape: Tasks of each shape.
+        n_per_shape: Tasks of each shape, one number for all or one for each.
         run_share: Share of tasks over runs. It is higher where the real facts do not suffice: they give only
             28 look-ups and 28 doubles, less those held out.
-        n_world_seeds: Number of further worlds whose runs are used.
+        n_world_seeds: Number of further worlds.
+        real_repeats: Corpora over which the same real question is asked at most. A student that sees one fact
+            mostly in one shape learns the shape by the fact, and fails on it in another.
 
     Returns:
-        `4 * n_per_shape` tasks, shuffled.
+        The tasks, shuffled.
 
     Raises:
-        ValueError: A number is out of range, or the worlds have too few facts for it.
+        ValueError: A number is out of range, a shape is unknown, or the worlds have too few facts for it.
     """
-    if n_per_shape < 0 or not 0 <= run_share <= 1 or n_world_seeds < 0:
+    counts = dict.fromkeys(SHAPES, n_per_shape) if isinstance(n_per_shape, int) else dict(n_per_shape)
+    if not set(counts) <= set(SHAPES) or min(counts.values(), default=0) < 0:
+        raise ValueError(f"n_per_shape must be counts >= 0 of {', '.join(SHAPES)}, not {n_per_shape}")
+    if not 0 <= run_share <= 1 or n_world_seeds < 0 or real_repeats < 0:
         raise ValueError(
-            "make_training_pool needs n_per_shape >= 0, 0 <= run_share <= 1 and n_world_seeds >= 0, "
-            f"not {n_per_shape}, {run_share} and {n_world_seeds}"
+            "make_training_pool needs 0 <= run_share <= 1, n_world_seeds >= 0 and real_repeats >= 0, "
+            f"not {run_share}, {n_world_seeds} and {real_repeats}"
         )
     rng = random.Random(f"training pool/{seed}")
     heldout = make_task_pool(seed)[1]
     own_runs = {fact.key for fact in make_run_facts(seed)}
-    worlds = {
-        world: [fact for fact in make_run_facts(world) if fact.key not in own_runs]
-        for world in range(seed + 1, seed + 1 + n_world_seeds)
-    }
+    worlds = list(range(seed, seed + 1 + n_world_seeds))
+    runs = {world: [fact for fact in make_run_facts(world) if fact.key not in own_runs] for world in worlds[1:]}
     pool: list[Task] = []
-    for kind in SHAPES:
-        real = decontaminate(_name_tasks(kind, seed, f"pool{seed}", _draw(kind, REAL_FACTS, rng)), heldout)
-        shape = real[: n_per_shape - round(n_per_shape * run_share)]
-        streams = [_name_tasks(kind, world, f"pool{seed}", _draw(kind, facts, rng)) for world, facts in worlds.items()]
-        shape += itertools.islice(_take_turns(streams), n_per_shape - len(shape))
-        if len(shape) < n_per_shape:
+    for kind, count in counts.items():
+        shape = _real_tasks(kind, seed, worlds, heldout, min(real_repeats, len(worlds)), rng)
+        shape = shape[: count - round(count * run_share)]
+        streams = [
+            _name_tasks(kind, world, f"pool{seed}", _draw_runs(kind, facts, rng)) for world, facts in runs.items()
+        ]
+        shape += itertools.islice(_take_turns(streams), count - len(shape))
+        if len(shape) < count:
             raise ValueError(
-                f"only {len(shape)} tasks of shape {kind}, not {n_per_shape}: raise n_world_seeds (now {n_world_seeds})"
+                f"only {len(shape)} tasks of shape {kind}, not {count}: raise n_world_seeds (now {n_world_seeds})"
             )
         pool += shape
     rng.shuffle(pool)
     return pool
+
+
+def _real_tasks(
+    kind: str, seed: int, worlds: Sequence[int], heldout: Sequence[Task], repeats: int, rng: random.Random
+) -> list[Task]:
+    """The tasks of a shape over the real facts, each over `repeats` corpora; all of them once before any again."""
+    choices = list(_draw(kind, REAL_FACTS, rng))
+    tasks = []
+    for repeat in range(repeats):
+        for index, facts in enumerate(choices):
+            world = worlds[(index + repeat) % len(worlds)]
+            tasks.append(
+                make_task(kind, facts, task_id=f"research-s{world}-pool{seed}-real-{kind}-{index:04d}-{repeat}")
+            )
+    return decontaminate(tasks, heldout)
+
+
+def _draw_runs(kind: str, facts: Sequence[Fact], rng: random.Random) -> Iterator[tuple[Fact, ...]]:
+    """Choices of facts with at least one of a run, each once, in random order; a pair may hold a real fact."""
+    if FACTS_PER_SHAPE[kind] == 1:
+        yield from _draw(kind, facts, rng)
+        return
+    seen: set[tuple[Fact, ...]] = set()
+    everything = [*facts, *REAL_FACTS]
+    # Pairs are far more than are ever asked for: drawing beats listing. The bound ends a hopeless search.
+    for _ in range(20 * len(everything) ** 2 if facts else 0):
+        run, other = rng.choice(facts), rng.choice(facts if rng.random() < 0.6 else REAL_FACTS)
+        choice = (run, other) if rng.random() < 0.5 else (other, run)
+        if choice not in seen and is_valid(kind, choice):
+            seen.add(choice)
+            yield choice
 
 
 def _draw(kind: str, facts: Sequence[Fact], rng: random.Random) -> Iterator[tuple[Fact, ...]]:
