@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 OUT ?= runs/demo
 SEED ?= 0
 
+# Threads that spin at every barrier make small models ten times slower on a machine that does something else too.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 .PHONY: demo test bench lint format types install install-dev install-vllm test-vllm clean
 
 demo: install ## the whole road on this machine's CPU; run again, it goes on where it stopped

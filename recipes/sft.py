@@ -26,6 +26,7 @@ class SFTArguments:
     dataset: str = field(metadata={"help": "dataset.parquet of a collection."})
     tokenizer: str | None = field(default=None, metadata={"help": "Tokenizer of a student from random weights."})
     student: str | None = field(default=None, metadata={"help": "Named size to train from random weights."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run the code that comes with the model."})
     eval_split: str = field(default="heldout", metadata={"help": "Split to measure the agent on while it trains."})
     eval_every: int = field(default=400, metadata={"help": "Steps between two measurements; 0 for none."})
 
@@ -35,9 +36,11 @@ def main() -> None:
     arguments, config, model_arguments = parser.parse_args_and_config()
     dataset = load_rows(arguments.dataset)
     if model_arguments.model_name_or_path:
-        tokenizer = AutoTokenizer.from_pretrained(model_arguments.model_name_or_path)
+        tokenizer = AutoTokenizer.from_pretrained(
+            model_arguments.model_name_or_path, trust_remote_code=arguments.trust_remote_code
+        )
         model = AutoModelForCausalLM.from_pretrained(
-            model_arguments.model_name_or_path, trust_remote_code=model_arguments.trust_remote_code
+            model_arguments.model_name_or_path, trust_remote_code=arguments.trust_remote_code
         )
         added = add_agent_tokens(model, tokenizer)
         dataset, dropped = retokenize(dataset, tokenizer, config.max_length)

@@ -98,6 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     options = build_parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s: %(message)s")
+    # Threads that spin at every barrier make a small model ten times slower on a machine that does something else
+    # too. Read when torch is loaded, which is later.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if not options.verbose:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")

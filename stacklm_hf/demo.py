@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import transformers
 import trl
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, ProgressCallback, set_seed
 
 import stacklm_hf
 from stacklm_hf.data.dataset import build_dataset, load_rows, save_dataset, supervised_share
@@ -30,11 +30,12 @@ from stacklm_hf.evaluation.metrics import EvaluationResult, summarize
 from stacklm_hf.evaluation.report import write_report
 from stacklm_hf.evaluation.run import evaluate, run_into_store
 from stacklm_hf.evaluation.table import format_table
+from stacklm_hf.modeling import StackConfig, write_model_card
 from stacklm_hf.rollout.scripted import ScriptedTeacher
 from stacklm_hf.rollout.trajectory import Trajectory
 from stacklm_hf.rollout.transformers_policy import TransformersPolicy
 from stacklm_hf.stages import Stages
-from stacklm_hf.training.callbacks import AgentAccuracyCallback
+from stacklm_hf.training.callbacks import AgentAccuracyCallback, LossBar
 from stacklm_hf.training.sft import default_sft_config, last_checkpoint, make_trainer
 from stacklm_hf.training.student import build_student, build_tokenizer
 from stacklm_hf.worlds.base import Task
@@ -208,6 +209,8 @@ class Demo:
             lr_scheduler_kwargs={"num_decay_steps": settings.max_steps // 2},
         )
         trainer = make_trainer(model, tokenizer, load_rows(self.dataset), config)
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(LossBar())
         trainer.add_callback(
             AgentAccuracyCallback(trainer, tokenizer, self.heldout, self.environment, settings.eval_every)
         )
@@ -264,6 +267,7 @@ class Demo:
         main = {label: results[label] for label in stored}
         path = self.folder / "results.json"
         path.write_text(json.dumps({label: result.to_dict() for label, result in results.items()}, indent=1))
+        write_model_card(self.checkpoint, StackConfig.from_pretrained(self.checkpoint), _card_rows(results))
         self._print(main, {label: results[label] for label in others})
         return results
 
@@ -285,6 +289,17 @@ class Demo:
         ):
             self.say(f"  {label:<13}{path}")
         self.say(f'\nTry next:\n  stacklm-hf ask --model {self.checkpoint} "{question}"')
+
+
+def _card_rows(results: dict[str, EvaluationResult]) -> dict[str, dict[str, float]]:
+    """Accuracy and its interval of every run after SFT, whole and by shape, for the model card."""
+    rows = {}
+    for label, result in results.items():
+        if label == BEFORE:
+            continue
+        for kind, score in (("", result.overall), *((f", {kind}", score) for kind, score in result.by_kind.items())):
+            rows[label + kind] = {"accuracy": score.accuracy, "low": score.low, "high": score.high, "n": score.n}
+    return rows
 
 
 def _accuracy(trajectories: Sequence[Trajectory]) -> float:

@@ -4,4 +4,5 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # see the Makefile
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

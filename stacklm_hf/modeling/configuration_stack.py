@@ -86,7 +86,7 @@ class StackConfig(PreTrainedConfig):
     """
 
     model_type = "stack"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
     _auto_class: ClassVar[str | None] = "AutoConfig"
     # Called before the first config exists, the moment from which an Auto class can ask for its model. Set by the
     # package's `registration`, and None in the copy beside a checkpoint, where `auto_map` does that work.
@@ -183,6 +183,11 @@ class StackConfig(PreTrainedConfig):
     def is_nope_layer(self, layer_idx: int) -> bool:
         """Whether layer `layer_idx` (from 0) goes without rotary embedding."""
         return self.nope_every > 0 and (layer_idx + 1) % self.nope_every == 0
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The attention of every layer, as transformers asks for it: all see the whole context."""
+        return ["full_attention"] * self.num_hidden_layers
 
     @property
     def nope_layers(self) -> list[int]:

@@ -35,12 +35,12 @@ _FIRST = {
 }
 _NEXT = ("Next, the {fact}.", "Now I need the {fact}.")
 _CALCULATE = {
-    "double": ("Now multiply {values[0]} by 2.", "That times 2."),
-    "sum": ("Now add {values[0]} and {values[1]}.", "The sum of {values[0]} and {values[1]}."),
-    # Both outcomes and their answers stand in the thought, so that the last turn copies one of them.
+    "double": ("Now multiply it by 2.", "That times 2."),
+    "sum": ("Now add them.", "Now the sum."),
+    # Both outcomes stand in the thought, so that the last turn copies one of them.
     "compare": (
-        "If {values[0]}-{values[1]} is positive, the larger is {entities[0]}; "
-        "if negative, the larger is {entities[1]}.",
+        "If positive, {entities[0]} is larger; if negative, {entities[1]} is larger.",
+        "Positive: {entities[0]} is larger; negative: {entities[1]} is larger.",
     ),
 }
 _DONE = ("I have everything I need.", "That is all I need.")
@@ -113,11 +113,11 @@ def _decide(task: Task, steps: tuple[Step, ...], choose: Any) -> tuple[str, _Cal
         thought = " ".join([*_restate(task, values), choose(wordings).format(fact=fact)])
         return thought, ("search", {"query": task.queries[len(values)], "k": _SEARCH_K}), ""
     if task.op is None:
-        return " ".join([*_restate(task, values), choose(_DONE)]), None, str(values[0])
+        return " ".join(_restate(task, values)), None, str(values[0])
     results = [step.observation or "" for step in steps if step.tool == "calc"]
     if not results:
         entities = [entity for entity, _ in task.facts]
-        plan = choose(_CALCULATE[task.op]).format(values=values, entities=entities)
+        plan = choose(_CALCULATE[task.op]).format(entities=entities)
         return " ".join([*_restate(task, values), plan]), ("calc", {"expr": _expression(task, values)}), ""
     return _conclude(task, results[-1], choose)
 
@@ -145,4 +145,4 @@ def _conclude(task: Task, result: str, choose: Any) -> tuple[str, None, str]:
         return choose(_DONE), None, result
     sign, winner = ("negative", 1) if result.startswith("-") else ("positive", 0)
     entity = task.facts[winner][0]
-    return f"The result is {sign}, the larger is {entity}.", None, entity
+    return f"It is {sign}, {entity} is larger.", None, entity

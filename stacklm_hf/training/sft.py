@@ -37,7 +37,7 @@ class AgentSFTConfig(SFTConfig):
         default=None,
         metadata={
             "help": "Train the matrices of the blocks with Muon at this learning rate, and the rest with AdamW at "
-            "learning_rate. Unset: everything with the optimizer that `optim` names. A small model from random "
+            "learning_rate. Unset or 0: everything with the optimizer that `optim` names. A small model from random "
             "weights learns in about half the steps with it."
         },
     )
@@ -103,6 +103,7 @@ def default_sft_config(output_dir: str | Path, **overrides: Any) -> AgentSFTConf
         "save_steps": 200,
         "save_total_limit": 2,
         "report_to": "tensorboard",
+        "disable_tqdm": False,
         "dataloader_pin_memory": not on_cpu,
     }
     return AgentSFTConfig(**{**values, **overrides})
@@ -134,7 +135,7 @@ def make_trainer(
         )
     columns = ["input_ids", "assistant_masks"]
     optimizer = None
-    if config.muon_learning_rate is not None:
+    if config.muon_learning_rate:
         options = {
             "lr": config.learning_rate,
             "muon_lr": config.muon_learning_rate,

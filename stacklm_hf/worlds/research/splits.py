@@ -230,7 +230,7 @@ def _draw_runs(kind: str, facts: Sequence[Fact], rng: random.Random) -> Iterator
     for _ in range(20 * len(everything) ** 2 if facts else 0):
         run, other = rng.choice(facts), rng.choice(facts if rng.random() < 0.6 else REAL_FACTS)
         choice = (run, other) if rng.random() < 0.5 else (other, run)
-        if choice not in seen and is_valid(kind, choice):
+        if run != other and choice not in seen and is_valid(kind, choice):
             seen.add(choice)
             yield choice
 

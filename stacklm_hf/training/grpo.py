@@ -1,0 +1,427 @@
+"""GRPO: TRL's GRPOTrainer on episodes of the one loop, with the health of a run in its log.
+
+Contract: a step trains on exactly the tokens that the policy chose (`stacklm_hf.training.rollouts`). Advantages are
+relative to the group and divided by its standard deviation; a group of equal rewards has exactly none. The loss is
+the mean over all trained tokens of the whole batch, whatever the number of processes and micro-batches; tokens
+outside of the loss mask cannot reach it, and a batch without any gives a loss of 0. With `keep_best` a run never
+ends below where it began. A run that stopped resumes to the same tasks, random numbers and losses.
+
+Exactness: the log-probability of a sampled token is that of the model at the sampling temperature over the whole
+vocabulary, `log_softmax(logits / T)`, taken before the grammar (or top-p, top-k) cuts anything off. TRL's trainer
+divides its logits by the same T and knows of no grammar, so with unchanged weights the two agree on every token,
+forced or not, and the importance ratio is 1. The sampler draws from the cut distribution, `pi(a) / Z` with Z the mass
+of what is allowed. Had it reported that, the ratio would be Z, below 1 wherever the grammar binds, and a correction
+by it (TRL's for vLLM) would weigh tokens by how much the grammar helped. Leaving Z out treats the grammar as part of
+the world: a token is credited as the model's own choice among what the world lets happen, and one where it left no
+choice (Z is all that it did) is not trained on. This holds in float32; in bfloat16 the engines round differently, which
+`sampling/sampling_logp_difference` shows.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import RepeatSampler
+
+from stacklm_hf.data.dataset import trajectory_messages
+from stacklm_hf.data.store import TrajectoryStore
+from stacklm_hf.protocol.tokens import END, control_ids
+from stacklm_hf.rollout.episode import EpisodeSettings
+from stacklm_hf.rollout.policy import Policy
+from stacklm_hf.training.health import LogprobGap, degenerate_groups, episode_metrics, is_truncated
+from stacklm_hf.training.rollouts import AgentRollout, episode_reward, prompt_dataset
+from stacklm_hf.worlds.base import Environment, Task
+
+EPISODES_FILE = "episodes.jsonl"
+
+
+@dataclass
+class AgentGRPOConfig(GRPOConfig):
+    """TRL's GRPOConfig with the defaults of this package, and what an episode needs.
+
+    See the help text of each field; all other options are TRL's.
+
+    Raises:
+        ValueError: An option is out of range, is one that the engines do not know, or would make a resumed run
+            differ from one that never stopped.
+    """
+
+    num_generations: int = field(default=8, metadata={"help": "Episodes of each task; they make a group."})
+    temperature: float = field(default=0.7, metadata={"help": "Sampling temperature, above 0."})
+    epsilon: float = field(default=0.2, metadata={"help": "Clip of the importance ratio: 1 - epsilon to 1 + epsilon."})
+    beta: float = field(
+        default=0.02,
+        metadata={"help": "Weight of the KL term to the model that training began with; 0 loads no second model."},
+    )
+    loss_type: str = field(
+        default="dapo",
+        metadata={"help": "How token losses are averaged. 'dapo': over all trained tokens of the whole batch."},
+    )
+    scale_rewards: str = field(
+        default="group",
+        metadata={"help": "'group' divides the advantages of a group by the standard deviation of its rewards."},
+    )
+    num_generations_eval: int | None = field(default=1, metadata={"help": "Held-out tasks are played once, greedily."})
+    disable_dropout: bool = field(
+        default=True, metadata={"help": "No dropout, also none of a LoRA, so that sampler and trainer agree."}
+    )
+    bf16: bool | None = field(
+        default=False,
+        metadata={"help": "bfloat16 for the trainer's forward. Off: in float32 sampler and trainer agree to 1e-4."},
+    )
+    gradient_checkpointing: bool = field(
+        default=False, metadata={"help": "Less memory for a slower backward; small models need it not."}
+    )
+    logging_steps: float = field(default=1, metadata={"help": "Steps between two rows of the log."})
+    eval_steps: float | None = field(default=20, metadata={"help": "Steps between two measurements (keep_best)."})
+    save_steps: float = field(default=20, metadata={"help": "Steps between two checkpoints, a multiple of eval_steps."})
+    save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints to keep; the best one stays."})
+
+    max_turns: int = field(default=6, metadata={"help": "Turns of an episode before an answer is forced."})
+    max_turn_tokens: int = field(default=160, metadata={"help": "Tokens of a turn."})
+    forced_answer_tokens: int = field(default=40, metadata={"help": "Tokens of a forced answer."})
+    max_episode_tokens: int = field(
+        default=1024, metadata={"help": "Tokens of an episode, prompt and observations included; it bounds memory."}
+    )
+    step_penalty: float = field(
+        default=0.05, metadata={"help": "The reward is correct - step_penalty * steps / max_turns."}
+    )
+    grammar: bool = field(default=True, metadata={"help": "Constrain the syntax of calls while sampling."})
+    rollout_batch_size: int = field(default=64, metadata={"help": "Episodes at once on a process."})
+    rollout_retries: int = field(default=2, metadata={"help": "How often a failed episode is played again."})
+    dynamic_sampling: bool = field(
+        default=False, metadata={"help": "Replace groups of equal rewards, which teach nothing, by fresh tasks."}
+    )
+    dynamic_sampling_budget: float = field(
+        default=2.0, metadata={"help": "Fresh groups a rollout may play for that, per group of the batch."}
+    )
+    save_episodes_every: int = field(
+        default=1, metadata={"help": f"Steps between two whose episodes go to {EPISODES_FILE}; 0 for none."}
+    )
+    keep_best: bool = field(
+        default=True,
+        metadata={
+            "help": "Measure the agent on held-out tasks before training, every eval_steps and at the end, and end "
+            "with the best model: by accuracy, then by fewer steps per episode. Needs held-out tasks."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if self.keep_best:
+            self.eval_strategy, self.eval_on_start = "steps", True
+            self.load_best_model_at_end, self.metric_for_best_model = True, "agent_score"
+            self.greater_is_better = True
+        super().__post_init__()
+        if self.temperature <= 0:
+            raise ValueError(f"temperature must be above 0, not {self.temperature}: equal samples teach nothing")
+        if self.min_p or self.repetition_penalty != 1.0:
+            raise ValueError("the engines sample without min_p and repetition_penalty: leave them unset")
+        if self.dynamic_sampling and self.dynamic_sampling_budget <= 0:
+            raise ValueError("dynamic sampling needs a dynamic_sampling_budget above 0")
+        window = self.steps_per_generation * self.num_iterations
+        if self.save_strategy == "steps" and (self.save_steps * self.gradient_accumulation_steps) % window:
+            raise ValueError(
+                f"a checkpoint every {self.save_steps} steps can fall between two rollouts, from where a run does not "
+                f"resume exactly: make save_steps * gradient_accumulation_steps a multiple of {window}"
+            )
+
+    @property
+    def episode_settings(self) -> EpisodeSettings:
+        """The limits of an episode."""
+        return EpisodeSettings(
+            max_steps=self.max_turns,
+            max_new_tokens=self.max_turn_tokens,
+            forced_answer_tokens=self.forced_answer_tokens,
+            max_context=self.max_episode_tokens,
+            step_penalty=self.step_penalty,
+        )
+
+
+class AgentGRPOTrainer(GRPOTrainer):
+    """GRPOTrainer whose rollouts are episodes.
+
+    Beside what TRL logs, each row has `stacklm_hf.training.health.episode_metrics`; under `groups/` the share of
+    groups with equal rewards, and with dynamic sampling the fresh and the replaced groups; `tokens/own_per_second`
+    of the rollout; the gap between sampler and trainer; and under `time/` seconds of rollout, weight sync and scoring.
+
+    Args:
+        rollout: Plays the episodes.
+        kwargs: TRL's arguments. `train_dataset` and `eval_dataset` are made by `prompt_dataset`.
+    """
+
+    args: AgentGRPOConfig
+
+    def __init__(self, *, rollout: AgentRollout, **kwargs: Any):
+        self.rollout = rollout
+        self._gap = LogprobGap()
+        self._scored: tuple[torch.Tensor, dict[str, Any]] | None = None
+        self._rewards: torch.Tensor | None = None
+        self._store: TrajectoryStore | None = None
+        super().__init__(rollout_func=rollout, **kwargs)
+        end = control_ids(self.processing_class)[END]
+        if end not in self.eos_token_ids:
+            # A host tokenizer has an end of its own; an episode ends with ours.
+            self.eos_token_ids = [*self.eos_token_ids, end]
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains; see `transformers.Trainer.train`."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if self._store is not None:
+                self._store.close()
+                self._store = None
+
+    # Rollout and advantages
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        mode = "train" if self.model.training else "eval"
+        result = list(super()._generate(prompts))
+        episodes = result[5]["trajectory"]
+        # TRL parses a completion as one turn; the record has them all.
+        result[3] = [trajectory_messages(episode)[2:] for episode in episodes]
+        # It tells a cut completion by its last token, which the harness makes the end of a turn in any case.
+        whole = [episode for episode in self.rollout.last.batch if not is_truncated(episode)]
+        lengths = [episode.num_sampled for episode in whole] or [0]
+        metrics = self._metrics[mode]
+        metrics["completions/clipped_ratio"][-1] = 1 - len(whole) / len(self.rollout.last.batch)
+        metrics["completions/mean_terminated_length"][-1] = sum(lengths) / len(lengths)
+        metrics["completions/min_terminated_length"][-1] = float(min(lengths))
+        metrics["completions/max_terminated_length"][-1] = float(max(lengths))
+        return tuple(result)
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._rewards = super()._calculate_rewards(*args, **kwargs)
+        return self._rewards
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        mode = "train" if self.model.training else "eval"
+        size = self.num_generations if self.model.training else self.num_generations_eval
+        start = time.perf_counter()
+        output = super()._generate_and_score_completions(inputs)
+        seconds = time.perf_counter() - start
+        assert self._rewards is not None
+        weighted = self._rewards * self.reward_weights.to(self._rewards.device)
+        totals = weighted.nansum(1).masked_fill(self._rewards.isnan().all(1), math.nan)
+        flags = degenerate_groups(totals, size)
+        # The mean of eight rewards of 0.7 is not 0.7 in float32, and what is left over would be scaled up.
+        local = torch.tensor(flags, device=output["advantages"].device).repeat_interleave(size)
+        first = self.accelerator.process_index * len(inputs)
+        output["advantages"] = output["advantages"].masked_fill(local[first : first + len(inputs)], 0.0)
+        self._record(mode, flags, seconds)
+        return output
+
+    def _record(self, mode: str, flags: list[bool], seconds: float) -> None:
+        """Logs the health of a rollout, and saves its episodes."""
+        last, own = self.rollout.last, sum(episode.num_sampled for episode in self.rollout.last.batch)
+        numbers = episode_metrics(last.batch) | {
+            "groups/degenerate": sum(flags) / len(flags),
+            "tokens/own_per_second": own / last.seconds,
+            "time/rollout": last.seconds - last.sync_seconds,
+            "time/sync": last.sync_seconds,
+            "time/scoring": seconds - last.seconds,
+        }
+        if self.args.dynamic_sampling:
+            numbers |= {"groups/fresh": last.fresh_groups, "groups/replaced": last.replaced_groups}
+        for name, value in numbers.items():
+            self._metrics[mode][name].append(value)
+        every = self.args.save_episodes_every
+        if mode == "train" and every and self.state.global_step % every == 0 and self.accelerator.is_main_process:
+            if self._store is None:
+                self._store = TrajectoryStore(Path(self.args.output_dir) / EPISODES_FILE)
+            for episode in [*last.batch, *last.discarded]:
+                self._store.append(episode)
+
+    # Loss
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        logps, *others = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        if self._scored is not None:
+            mask, inputs = self._scored
+            logps = logps.masked_fill(~mask, 0.0)
+            self._note_gap(mask, inputs.get("old_per_token_logps", logps.detach()), inputs["sampling_per_token_logps"])
+        return logps, *others
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        """TRL's loss, over log-probabilities that are 0 outside of the loss mask.
+
+        Nothing trains the model on those tokens, so its log-probabilities may drift there until the KL term, an
+        exponential of their difference, overflows; and an infinity times a mask of 0 is NaN.
+        """
+        mask = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
+        names = ("ref_per_token_logps", "old_per_token_logps", "sampling_per_token_logps")
+        inputs = inputs | {name: inputs[name].masked_fill(~mask, 0.0) for name in names if name in inputs}
+        self._scored = mask, inputs
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            self._scored = None
+
+    def _note_gap(self, mask: torch.Tensor, trainer: torch.Tensor, sampler: torch.Tensor) -> None:
+        """Compares log-probabilities at the weights that sampled, those before the first update on the batch."""
+        if self.use_vllm and self.vllm_importance_sampling_correction:
+            return  # TRL logs it itself
+        gap = (trainer - sampler).abs()
+        numbers = torch.stack([gap.sum(), mask.sum().to(gap), gap.max()])
+        numbers = self.accelerator.gather(numbers[None])
+        self._gap.add(numbers[:, 0].sum().item(), int(numbers[:, 1].sum()), numbers[:, 2].max().item())
+
+    # Log, evaluation, resume
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        if self.model.training:
+            metrics |= {name: [value] for name, value in self._gap.pop().items()}
+        for name in [name for name, values in metrics.items() if all(map(math.isnan, values))]:
+            del metrics[name]  # a mean over no token; TRL would log None
+        super().log(logs, start_time)
+
+    def evaluate(
+        self, eval_dataset: Dataset | None = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Plays the held-out tasks greedily.
+
+        Args:
+            eval_dataset: Made by `prompt_dataset`; default: the trainer's own.
+            ignore_keys: Not used.
+            metric_key_prefix: Put in front of the names.
+
+        Returns:
+            `agent_accuracy`, also by task shape, `agent_steps` per episode, and `agent_score`, by which models are
+            compared: the accuracy, less so little for the steps that these only decide between equals.
+
+        Raises:
+            ValueError: There are no held-out tasks.
+        """
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            raise ValueError("there are no held-out tasks: give the trainer an eval_dataset")
+        episodes = self.rollout.evaluate([Task.from_dict(row) for row in dataset], self)
+        numbers = episode_metrics(episodes)
+        accuracy, steps = numbers["agent/accuracy"], numbers["agent/steps"]
+        most_steps = self.rollout.settings.max_steps + 1
+        score = accuracy - steps / (most_steps + 1) / len(episodes)
+        shapes = {name: value for name, value in numbers.items() if name.startswith("agent/accuracy_")}
+        numbers = {"agent/accuracy": accuracy, "agent/steps": steps, "agent/score": score, **shapes}
+        metrics = {f"{metric_key_prefix}_{name.replace('/', '_')}": value for name, value in numbers.items()}
+        # Not self.log: it would put the training metrics, which wait for their own row, into this one.
+        Trainer.log(self, dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
+        at_start = skip_scheduler  # asked for by eval_on_start only
+        if at_start and self.state.best_metric is not None:
+            return {}  # resumed: measured before
+        metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+        if at_start and self.args.keep_best:
+            # The Trainer compares only what it measures after a step; what training began with counts as well.
+            self._determine_best_metric(metrics, trial)
+            folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            self.state.best_model_checkpoint = os.path.join(self._get_output_dir(trial), folder)
+            self._save_checkpoint(self.model, trial)
+        return metrics
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        is_best = super()._determine_best_metric(metrics, trial)
+        if is_best and self.args.keep_best:
+            self.control.should_save = True  # also between two save_steps
+        return is_best
+
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> RepeatSampler:
+        return EpochSampler(
+            self,
+            data_source=self.train_dataset if dataset is None else dataset,
+            mini_repeat_count=self.num_generations,
+            batch_size=self.args.generation_batch_size // self.num_generations,
+            repeat_count=self.num_iterations * self.args.steps_per_generation,
+            shuffle=self.shuffle_dataset,
+            seed=self.args.seed,
+        )
+
+
+class EpochSampler(RepeatSampler):
+    """TRL's sampler with an order that depends on the seed and the epoch alone.
+
+    TRL's draws the next order from one generator, so that a run that resumes in its second epoch would get the tasks
+    of the first one again.
+    """
+
+    def __init__(self, trainer: Trainer, **kwargs: Any):
+        super().__init__(**kwargs)
+        self._trainer = trainer
+
+    def __iter__(self) -> Iterator[int]:
+        if self.shuffle:
+            # Rounding must not take the last step of an epoch for the next epoch or the other way round.
+            epoch = int((self._trainer.state.epoch or 0) + 1e-6)
+            self.generator.manual_seed(self.seed + epoch)
+        yield from super().__iter__()
+
+
+def make_grpo_trainer(
+    model: PreTrainedModel | str,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: Iterable[Task],
+    environment: Environment,
+    config: AgentGRPOConfig,
+    *,
+    eval_tasks: Iterable[Task] = (),
+    policy: Policy | None = None,
+    peft_config: Any = None,
+    reward_funcs: Callable[..., list[float]] | list[Callable[..., list[float]]] = episode_reward,
+) -> AgentGRPOTrainer:
+    """A trainer over the tasks of a world.
+
+    Args:
+        model: The SFT checkpoint, as a path or loaded from one.
+        tokenizer: Its tokenizer.
+        tasks: Training tasks.
+        environment: Runs the tools.
+        config: The options.
+        eval_tasks: Held-out tasks; needed with `config.keep_best`.
+        policy: The engine; see `AgentRollout`.
+        peft_config: Trains an adapter.
+        reward_funcs: What an episode is worth, as TRL's reward functions. Dynamic sampling goes by
+            `episode_reward` whatever is given here.
+
+    Raises:
+        ValueError: Held-out tasks are missing, tasks have no ids of their own, or the model was never saved, so
+            that the KL term has nothing to start from.
+    """
+    tasks, eval_tasks = list(tasks), list(eval_tasks)
+    if config.keep_best and not eval_tasks:
+        raise ValueError("keep_best needs held-out tasks: give eval_tasks, or set keep_best to False")
+    if config.beta and peft_config is None and not isinstance(model, str) and not model.config._name_or_path:
+        raise ValueError("the KL term loads the model again from where it was saved: save it first, or set beta to 0")
+    rollout = AgentRollout(
+        tasks,
+        environment,
+        config.episode_settings,
+        policy=policy,
+        grammar=config.grammar,
+        batch_size=config.rollout_batch_size,
+        fresh_groups=config.dynamic_sampling_budget if config.dynamic_sampling else 0.0,
+        retries=config.rollout_retries,
+    )
+    return AgentGRPOTrainer(
+        rollout=rollout,
+        model=model,
+        args=config,
+        train_dataset=prompt_dataset(tasks, environment.system_prompt),
+        eval_dataset=prompt_dataset(eval_tasks, environment.system_prompt) if eval_tasks else None,
+        processing_class=tokenizer,
+        peft_config=peft_config,
+        reward_funcs=reward_funcs,
+    )
