@@ -24,7 +24,7 @@ from stacklm_hf.worlds.research import SeededEnvironment, make_split, make_train
 class CollectArguments:
     out: str = field(metadata={"help": "Folder for trajectories.jsonl, dataset.parquet and the tokenizer."})
     tokenizer: str | None = field(default=None, metadata={"help": "Stack tokenizer to use; trained here if unset."})
-    vocab_size: int = field(default=1024, metadata={"help": "Vocabulary of a tokenizer trained here."})
+    vocab_size: int = field(default=1536, metadata={"help": "Vocabulary of a tokenizer trained here."})
     split: str = field(default="heldout", metadata={"help": "What must not be trained on: see worlds.research.SPLITS."})
     tasks_per_shape: int = field(default=400, metadata={"help": "Training tasks of each of the four shapes."})
     run_share: float = field(default=0.5, metadata={"help": "Share of them over synthetic runs of other worlds."})

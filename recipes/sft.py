@@ -26,7 +26,6 @@ class SFTArguments:
     dataset: str = field(metadata={"help": "dataset.parquet of a collection."})
     tokenizer: str | None = field(default=None, metadata={"help": "Tokenizer of a student from random weights."})
     student: str | None = field(default=None, metadata={"help": "Named size to train from random weights."})
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run the code that comes with the model."})
     eval_split: str = field(default="heldout", metadata={"help": "Split to measure the agent on while it trains."})
     eval_every: int = field(default=400, metadata={"help": "Steps between two measurements; 0 for none."})
 
@@ -36,12 +35,9 @@ def main() -> None:
     arguments, config, model_arguments = parser.parse_args_and_config()
     dataset = load_rows(arguments.dataset)
     if model_arguments.model_name_or_path:
-        tokenizer = AutoTokenizer.from_pretrained(
-            model_arguments.model_name_or_path, trust_remote_code=arguments.trust_remote_code
-        )
-        model = AutoModelForCausalLM.from_pretrained(
-            model_arguments.model_name_or_path, trust_remote_code=arguments.trust_remote_code
-        )
+        name, trust = model_arguments.model_name_or_path, config.trust_remote_code
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
+        model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=trust)
         added = add_agent_tokens(model, tokenizer)
         dataset, dropped = retokenize(dataset, tokenizer, config.max_length)
         print(f"{len(dataset)} trajectories for this tokenizer, {dropped} dropped as longer than {config.max_length}")

@@ -53,7 +53,7 @@ class DemoSettings:
 
     seed: int = field(default=0, metadata={"help": "seed of the weights, the data order and the training pool"})
     preset: str = field(default="stack-demo", metadata={"help": "named size of the student"})
-    vocab_size: int = field(default=1024, metadata={"help": "vocabulary of the student's tokenizer"})
+    vocab_size: int = field(default=1536, metadata={"help": "vocabulary of the student's tokenizer"})
     tasks: int = field(default=3200, metadata={"help": "training tasks; sums and compares get a third each"})
     run_share: float = field(default=0.5, metadata={"help": "share of them over synthetic runs of other worlds"})
     world_seeds: int = field(default=8, metadata={"help": "number of those other worlds"})

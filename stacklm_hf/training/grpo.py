@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +40,7 @@ from stacklm_hf.data.store import TrajectoryStore
 from stacklm_hf.protocol.tokens import END, control_ids
 from stacklm_hf.rollout.episode import EpisodeSettings
 from stacklm_hf.rollout.policy import Policy
-from stacklm_hf.training.health import LogprobGap, degenerate_groups, episode_metrics, is_truncated
+from stacklm_hf.training.health import LogprobGap, degenerate_groups, episode_metrics, is_truncated, num_trained
 from stacklm_hf.training.rollouts import AgentRollout, episode_reward, prompt_dataset
 from stacklm_hf.worlds.base import Environment, Task
 
@@ -168,7 +169,10 @@ class AgentGRPOTrainer(GRPOTrainer):
         self._scored: tuple[torch.Tensor, dict[str, Any]] | None = None
         self._rewards: torch.Tensor | None = None
         self._store: TrajectoryStore | None = None
-        super().__init__(rollout_func=rollout, **kwargs)
+        with warnings.catch_warnings():
+            # The one thing that it warns of is what this class is pinned to a range of TRL's versions for.
+            warnings.filterwarnings("ignore", message="You are using 'rollout_func'")
+            super().__init__(rollout_func=rollout, **kwargs)
         end = control_ids(self.processing_class)[END]
         if end not in self.eos_token_ids:
             # A host tokenizer has an end of its own; an episode ends with ours.
@@ -193,7 +197,7 @@ class AgentGRPOTrainer(GRPOTrainer):
         result[3] = [trajectory_messages(episode)[2:] for episode in episodes]
         # It tells a cut completion by its last token, which the harness makes the end of a turn in any case.
         whole = [episode for episode in self.rollout.last.batch if not is_truncated(episode)]
-        lengths = [episode.num_sampled for episode in whole] or [0]
+        lengths = [num_trained(episode) for episode in whole] or [0]
         metrics = self._metrics[mode]
         metrics["completions/clipped_ratio"][-1] = 1 - len(whole) / len(self.rollout.last.batch)
         metrics["completions/mean_terminated_length"][-1] = sum(lengths) / len(lengths)
@@ -397,14 +401,16 @@ def make_grpo_trainer(
             `episode_reward` whatever is given here.
 
     Raises:
-        ValueError: Held-out tasks are missing, tasks have no ids of their own, or the model was never saved, so
-            that the KL term has nothing to start from.
+        ValueError: Held-out tasks are missing, tasks have no ids of their own, the adapter trains token rows, or the
+            model was never saved, so that the KL term has nothing to start from.
     """
     tasks, eval_tasks = list(tasks), list(eval_tasks)
     if config.keep_best and not eval_tasks:
         raise ValueError("keep_best needs held-out tasks: give eval_tasks, or set keep_best to False")
     if config.beta and peft_config is None and not isinstance(model, str) and not model.config._name_or_path:
         raise ValueError("the KL term loads the model again from where it was saved: save it first, or set beta to 0")
+    if getattr(peft_config, "trainable_token_indices", None):
+        raise ValueError("TRL's fused head does not see trained token rows: train those in SFT and merge the adapter")
     rollout = AgentRollout(
         tasks,
         environment,

@@ -19,6 +19,11 @@ def is_truncated(episode: Trajectory) -> bool:
     return episode.stop_reason is StopReason.CONTEXT_FULL or (bool(episode.steps) and episode.steps[-1].cut)
 
 
+def num_trained(episode: Trajectory) -> int:
+    """Tokens that the loss covers: written by the policy, and a choice of its own."""
+    return sum(own and not forced for own, forced in zip(episode.sampled, episode.forced, strict=True))
+
+
 def degenerate_groups(rewards: Sequence[float] | torch.Tensor, size: int) -> list[bool]:
     """Which groups have equal rewards, and so no gradient. Compared exactly: no mean of equal numbers is involved.
 
@@ -52,8 +57,7 @@ def episode_metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:
     by_kind: dict[str, list[bool]] = defaultdict(list)
     for episode in episodes:
         by_kind[episode.kind].append(episode.correct)
-    own = sum(episode.num_sampled for episode in episodes)
-    forced = sum(s and f for episode in episodes for s, f in zip(episode.sampled, episode.forced, strict=True))
+    own, trained = sum(episode.num_sampled for episode in episodes), sum(map(num_trained, episodes))
     counts = {
         "accuracy": sum(episode.correct for episode in episodes),
         "steps": len(steps),
@@ -66,7 +70,7 @@ def episode_metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:
     metrics = {f"agent/{name}": count / len(episodes) for name, count in counts.items()}
     metrics |= {f"agent/accuracy_{kind}": sum(group) / len(group) for kind, group in sorted(by_kind.items())}
     real = max(1, sum(len(episode.token_ids) for episode in episodes))
-    return metrics | {"tokens/own_share": own / real, "tokens/trained_share": (own - forced) / real}
+    return metrics | {"tokens/own_share": own / real, "tokens/trained_share": trained / real}
 
 
 class LogprobGap:

@@ -21,6 +21,7 @@ from trl import ModelConfig, SFTConfig, SFTTrainer, get_peft_config
 from stacklm_hf.data.dataset import check_columns
 from stacklm_hf.modeling.add_tokens import AgentTokens
 from stacklm_hf.training.optim import MuonFactory
+from stacklm_hf.training.sampler import LengthGroupedBatchSampler
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,8 @@ def cpu_supports_bf16() -> bool:
 
 
 class AgentSFTTrainer(SFTTrainer):
-    """SFTTrainer that logs the share of padding, and honours the z-loss of a Stack model.
+    """SFTTrainer with batches of like length in random order, the share of padding in the log, and the z-loss of a
+    Stack model.
 
     TRL's own loss is computed from the hidden states, past the model's loss; a model with a z-loss is asked for
     its loss instead.
@@ -58,6 +60,14 @@ class AgentSFTTrainer(SFTTrainer):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._cells = self._padding = 0
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        if self.args.train_sampling_strategy != "group_by_length" or not isinstance(dataset, Dataset):
+            return super()._get_train_sampler(train_dataset)
+        lengths = [len(ids) for ids in dataset["input_ids"]]
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return LengthGroupedBatchSampler(lengths, self.args.train_batch_size, seed)
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None

@@ -21,10 +21,10 @@ from stacklm_hf.rollout.scripted import ScriptedTeacher
 from stacklm_hf.rollout.trajectory import Trajectory
 from stacklm_hf.worlds.base import Environment, Task
 
-# Single digits, and merges over everything between them: phrases that recur become one token. A transcript then
-# has a third of the tokens, which is what lets a student learn in minutes on a CPU; numbers stay spelled out, so
-# copying them stays a thing to be learned.
-PHRASE_PATTERN = r"\p{N}|[^\p{N}]+"
+# Single digits, capitalised names as pieces of their own, and merges over everything between them: phrases that recur
+# become one token. A transcript then has less than half the tokens of word-level pieces, which is what lets a student
+# learn in minutes on a CPU; numbers and most names are the same tokens wherever they stand, so they can be copied.
+PHRASE_PATTERN = r"\p{N}|[A-Z]\p{L}*-?|[^\p{N}A-Z]+"
 _TRANSCRIPTS = 800
 
 

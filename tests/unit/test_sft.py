@@ -1,9 +1,12 @@
 """SFT: the mask is the loss, batches are not padding, a run resumes to the same curve."""
 
+import itertools
 import json
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl import ModelConfig
 
@@ -13,6 +16,7 @@ from stacklm_hf.modeling.tokenization_stack import train_stack_tokenizer
 from stacklm_hf.rollout import ScriptedTeacher, run_episodes
 from stacklm_hf.training.callbacks import AgentAccuracyCallback
 from stacklm_hf.training.optim import MuonFactory, MuonWithAdamW
+from stacklm_hf.training.sampler import LengthGroupedBatchSampler
 from stacklm_hf.training.sft import default_sft_config, last_checkpoint, make_peft_config, make_trainer
 from stacklm_hf.training.student import build_student, build_tokenizer
 from stacklm_hf.worlds.research import ResearchEnvironment, build_corpus, make_task_pool
@@ -76,6 +80,7 @@ def test_at_most_a_tenth_of_what_is_computed_is_padding(tmp_path, tokenizer, dat
 @pytest.mark.parametrize("muon", [None, 0.02])
 def test_a_stopped_run_resumes_to_the_same_curve(tmp_path, tokenizer, dataset, muon):
     options = {"max_steps": 8, "muon_learning_rate": muon, "save_strategy": "steps", "save_steps": 4}
+    dataset = dataset.select(range(26))  # four batches, the last not whole, so that the stop is in a later epoch
     whole = make_trainer(student(tokenizer), tokenizer, dataset, config(tmp_path / "a", **options))
     whole.train()
 
@@ -94,6 +99,29 @@ def test_a_stopped_run_resumes_to_the_same_curve(tmp_path, tokenizer, dataset, m
     second = make_trainer(student(tokenizer, seed=9), tokenizer, dataset, config(tmp_path / "b", **options))
     second.train(resume_from_checkpoint=last_checkpoint(tmp_path / "b"))
     assert losses(second) == pytest.approx(losses(whole), abs=1e-6)
+
+
+@given(st.lists(st.integers(1, 500), max_size=200), st.integers(1, 9), st.integers(0, 3))
+def test_every_example_comes_once_an_epoch_in_batches_of_like_length(lengths, batch_size, epoch):
+    sampler = LengthGroupedBatchSampler(lengths, batch_size, seed=1)
+    sampler.set_epoch(epoch)
+    order = list(sampler)
+    assert sorted(order) == list(range(len(lengths)))
+    assert order == list(sampler)
+    if len(lengths) <= 16 * batch_size:  # one chunk: batches do not overlap in length
+        spans = [sorted(lengths[i] for i in order[at : at + batch_size]) for at in range(0, len(order), batch_size)]
+        spans.sort()
+        assert all(left[-1] <= right[0] for left, right in itertools.pairwise(spans))
+
+
+def test_the_order_differs_between_epochs_and_seeds():
+    lengths = list(range(64))
+    orders = []
+    for seed, epoch in ((0, 0), (0, 1), (1, 0)):
+        sampler = LengthGroupedBatchSampler(lengths, 4, seed)
+        sampler.set_epoch(epoch)
+        orders.append(tuple(sampler))
+    assert len(set(orders)) == 3
 
 
 def test_a_checkpoint_that_a_kill_left_half_written_is_passed_over(tmp_path):
