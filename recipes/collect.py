@@ -2,7 +2,7 @@
 
     python recipes/collect.py --out runs/research --tasks_per_shape 400
 
-Run again, it continues: no collected trajectory is lost or repeated.
+Run again, it continues: no collected trajectory is lost or repeated. Other arguments want another `--out`.
 """
 
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ from stacklm_hf.data.store import read_trajectories
 from stacklm_hf.evaluation.run import run_into_store
 from stacklm_hf.modeling import StackTokenizerFast
 from stacklm_hf.rollout import ScriptedTeacher
+from stacklm_hf.stages import Stages
 from stacklm_hf.training.student import build_tokenizer
 from stacklm_hf.worlds.research import SeededEnvironment, make_split, make_training_pool
 
@@ -36,13 +37,22 @@ class CollectArguments:
 
 def main() -> None:
     (arguments,) = HfArgumentParser(CollectArguments).parse_args_into_dataclasses()
+    try:
+        collect(arguments)
+    except (ValueError, OSError, RuntimeError) as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+def collect(arguments: CollectArguments) -> None:
     out, environment = Path(arguments.out), SeededEnvironment()
     pool = make_training_pool(0, arguments.tasks_per_shape, arguments.run_share, arguments.world_seeds)
     tasks = make_split(arguments.split, 0, pool).train
-    if arguments.tokenizer:
-        tokenizer = StackTokenizerFast.from_pretrained(arguments.tokenizer)
-    else:
-        tokenizer = build_tokenizer(out / "tokenizer", tasks, environment, arguments.vocab_size)
+    # Episodes of other tasks in the same folder would be taken for this collection's.
+    stages = Stages(out, {name: value for name, value in vars(arguments).items() if name not in ("out", "tokenizer")})
+    if not arguments.tokenizer and "tokenizer" not in stages:
+        with stages.stage("tokenizer"):
+            build_tokenizer(out / "tokenizer", tasks, environment, arguments.vocab_size)
+    tokenizer = StackTokenizerFast.from_pretrained(arguments.tokenizer or out / "tokenizer")
     teacher = ScriptedTeacher(tokenizer, temperature=0.0 if arguments.samples == 1 else 1.0)
     path = out / "trajectories.jsonl"
     run_into_store(

@@ -3,6 +3,7 @@
     python recipes/evaluate.py --model runs/demo/checkpoint --out runs/eval --splits heldout runs reworded
 
 Greedy by default; `--temperature 0.7 --samples 8` gives avg@8 and pass@8. Run again, it continues.
+Another model, or the same one trained on, wants another `--out`.
 """
 
 from dataclasses import dataclass, field
@@ -32,9 +33,16 @@ class EvaluateArguments:
 
 def main() -> None:
     (arguments,) = HfArgumentParser(EvaluateArguments).parse_args_into_dataclasses()
+    try:
+        measure(arguments)
+    except (ValueError, OSError, RuntimeError) as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+def measure(arguments: EvaluateArguments) -> None:
     environment, out = SeededEnvironment(), Path(arguments.out)
-    policy = load_policy(arguments.model, environment, arguments.temperature, grammar=arguments.grammar)
     tasks = {name: make_split(name).evaluation for name in arguments.splits}
+    policy = load_policy(arguments.model, environment, arguments.temperature, grammar=arguments.grammar)
     runs = {
         name: evaluate(policy, split, environment, out / f"{name.replace(':', '-')}.jsonl",
                        samples=arguments.samples, seed=arguments.seed, progress=name)

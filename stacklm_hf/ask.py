@@ -6,10 +6,12 @@ characters that could drive a terminal are shown, never sent.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from dataclasses import dataclass, field
 from typing import TextIO
 
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from stacklm_hf.protocol.tokens import END, TOOL_CALL, control_ids
@@ -39,8 +41,9 @@ class TurnPrinter:
     tokenizer: PreTrainedTokenizerBase
     out: TextIO = field(default_factory=lambda: sys.stdout)
     color: bool = False
-    _pending: list[int] = field(default_factory=list)
-    _fresh: bool = True
+    _plain: list[int] = field(default_factory=list)
+    _shown: str = ""
+    _held: int = 0
 
     def __post_init__(self) -> None:
         self._control = {token_id: token for token, token_id in control_ids(self.tokenizer).items()}
@@ -49,19 +52,22 @@ class TurnPrinter:
         """Shows a token; bytes of a character that is not whole yet are held back."""
         marker = self._control.get(token_id)
         if marker is None:
-            self._pending.append(token_id)
-            text = str(self.tokenizer.decode(self._pending, clean_up_tokenization_spaces=False))
-            if text.endswith("\ufffd") and len(self._pending) < 4:
-                return
-            self._write(printable(text))
-        elif marker == TOOL_CALL:
+            self._plain.append(token_id)
+            self._held += 1
+            text = self._decode()
+            # No character has more than four bytes: what stays broken for longer is no beginning of one.
+            if not text.endswith("\ufffd") or self._held >= 4:
+                self._show(text)
+            return
+        self._end_text()
+        if marker == TOOL_CALL:
             self._write("Call: ")
         elif marker != END:
             self._write(f" {marker} ")
-        self._pending = []
 
     def on_step(self, step: Step) -> None:
         """Ends the turn and shows what came back."""
+        self._end_text()
         if step.forced:
             self._write("(no steps left: asked to answer)")
         self.out.write("\n")
@@ -69,6 +75,19 @@ class TurnPrinter:
             text = f"Observation: {printable(step.observation)}"
             self.out.write(f"{_DIM}{text}{_RESET}\n" if self.color else text + "\n")
         self.out.flush()
+
+    def _decode(self) -> str:
+        """The text since the last marker. Whole, because many tokenizers drop the blank in front of a first token."""
+        return str(self.tokenizer.decode(self._plain, clean_up_tokenization_spaces=False))
+
+    def _show(self, text: str) -> None:
+        self._write(printable(text[len(self._shown) :]))
+        self._shown, self._held = text, 0
+
+    def _end_text(self) -> None:
+        """Shows what is still held back, and begins anew."""
+        self._show(self._decode())
+        self._plain, self._shown = [], ""
 
     def _write(self, text: str) -> None:
         self.out.write(text)
@@ -116,7 +135,7 @@ async def ask(
 def load_policy(
     model: str, environment: Environment, temperature: float = 0.0, grammar: bool = True
 ) -> TransformersPolicy:
-    """A checkpoint as a policy.
+    """A checkpoint as a policy, named by its path and a digest of its weights: a model that was trained on is another.
 
     Args:
         model: Folder or Hub id.
@@ -130,8 +149,18 @@ def load_policy(
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
         network = AutoModelForCausalLM.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # Whatever a broken file makes the libraries raise: KeyError, SafetensorError, ...
+        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         raise ValueError(f"{model!r} is no checkpoint that can be loaded: {reason}") from error
     tools = environment.tools if grammar else None
-    return TransformersPolicy(network, tokenizer, tools, temperature=temperature, name=model)
+    name = f"{model}@{_digest(network)}"
+    return TransformersPolicy(network, tokenizer, tools, temperature=temperature, name=name)
+
+
+def _digest(network: torch.nn.Module) -> str:
+    """Of a sample of every weight: training moves all of them, and reading gigabytes would keep a reader waiting."""
+    digest = hashlib.blake2b(digest_size=4)
+    for parameter in network.parameters():
+        sample = parameter.detach().flatten()[:: max(1, parameter.numel() // 1024)]
+        digest.update(sample.float().cpu().numpy().tobytes())
+    return digest.hexdigest()

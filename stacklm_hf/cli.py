@@ -58,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser("demo", help="the whole road on this machine's CPU, in minutes")
     demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the run (default: runs/demo)")
-    demo.add_argument("--seed", type=int, default=0, help="seed of weights and data order (default: 0)")
+    demo.add_argument("--seed", type=_natural, default=0, help="seed of weights and data order (default: 0)")
     for name in ("max_steps", "tasks", "vocab_size", "batch_size", "eval_every", "save_every"):
         demo.add_argument(
             f"--{name.replace('_', '-')}", type=_positive, default=argparse.SUPPRESS, help="tuned; see DemoSettings"
@@ -94,6 +94,21 @@ def _positive(text: str) -> int:
     return value
 
 
+def _natural(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative")
+    return value
+
+
+def _user_errors() -> tuple[type[Exception], ...]:
+    """What a wrong argument or a broken file raises; asked for only once something did, since it imports."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    return ValueError, OSError, RuntimeError, ImportError, SafetensorError, StrictDataclassError
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     options = build_parser().parse_args(arguments)
@@ -103,13 +118,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if not options.verbose:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        # The bars of downloads, conversions and saves would interleave with this command's own.
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         return options.run(options)
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from here", file=sys.stderr)
         return 130
-    except (ValueError, OSError, RuntimeError, ImportError) as error:
+    except _user_errors() as error:
         if options.verbose:
             raise
         print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)

@@ -280,14 +280,14 @@ def load_rows(path: str | os.PathLike[str]) -> Dataset:
 
 
 def _row(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    return {
+    row = {
         "id": trajectory.episode_id,
         "task_id": trajectory.task_id,
         "world": trajectory.world,
         "kind": trajectory.kind,
-        "question": _utf8(trajectory.question),
-        "gold": _utf8(trajectory.gold),
-        "answer": None if trajectory.answer is None else _utf8(trajectory.answer),
+        "question": trajectory.question,
+        "gold": trajectory.gold,
+        "answer": trajectory.answer,
         "correct": trajectory.correct,
         "grounded": trajectory.grounded,
         "reward": trajectory.reward,
@@ -299,6 +299,7 @@ def _row(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> dict[str
         "input_ids": trajectory.token_ids,
         "assistant_masks": [int(own) for own in trajectory.sampled],
     }
+    return {name: _utf8(value) if isinstance(value, str) else value for name, value in row.items()}
 
 
 def _message(role: str, content: str, **values: Any) -> dict[str, Any]:
@@ -312,7 +313,7 @@ def _assistant_message(step: Step) -> dict[str, Any]:
     content = step.text
     if step.kind is StepKind.CALL:
         content = _before_call(step.text)
-        function = {"name": step.tool, "arguments": step.arguments or "{}"}
+        function = {"name": _utf8(step.tool or ""), "arguments": _utf8(step.arguments or "{}")}
         values["tool_calls"] = [{"type": "function", "function": function}]
     elif step.forced:
         content = step.text.removeprefix(FORCED_BODY)

@@ -304,7 +304,7 @@ def _query(step: Step) -> str:
     """What a call asks: its text arguments, joined."""
     try:
         arguments = json.loads(step.arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return step.arguments or ""
     values = arguments.values() if isinstance(arguments, dict) else [arguments]
     return " ".join(value for value in values if isinstance(value, str))

@@ -2,7 +2,7 @@
 
 Contract: every finished episode is in the file at once; called again, only what is missing is run. An episode that
 ended with an error is not finished: it is reported, not stored, and run again the next time. A file that another
-policy or other settings wrote is refused, never mixed.
+policy, another tokenizer or other settings wrote is refused, never mixed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from stacklm_hf.data.store import TrajectoryStore, read_trajectories
-from stacklm_hf.rollout.episode import EpisodeSettings, make_episode_id, run_episodes
+from stacklm_hf.rollout.episode import EpisodeSettings, make_episode_id, prompt_ids, run_episodes
 from stacklm_hf.rollout.policy import Policy
 from stacklm_hf.rollout.trajectory import StopReason, Trajectory
 from stacklm_hf.worlds.base import Environment, Task
@@ -43,14 +43,11 @@ def run_into_store(
         Episodes in the store afterwards, and the errors of those that failed, by episode id.
 
     Raises:
-        ValueError: The store was written by another policy or with other sampling settings.
+        ValueError: The store was written by another policy, with another tokenizer or other sampling settings.
     """
     first = next(read_trajectories(path), None) if Path(path).exists() else None
-    if first is not None and (first.policy, first.sampling) != (policy.name, dict(policy.sampling)):
-        raise ValueError(
-            f"{path} holds episodes of policy {first.policy!r} with {first.sampling}, not of {policy.name!r} with "
-            f"{dict(policy.sampling)}: name another file"
-        )
+    if first is not None:
+        _check_origin(first, policy, path)
     errors: dict[str, str] = {}
     with TrajectoryStore(path) as store:
 
@@ -75,6 +72,18 @@ def run_into_store(
             progress=progress,
         )
         return len(store), errors
+
+
+def _check_origin(stored: Trajectory, policy: Policy, path: str | os.PathLike[str]) -> None:
+    if (stored.policy, stored.sampling) != (policy.name, dict(policy.sampling)):
+        raise ValueError(
+            f"{path} holds episodes of policy {stored.policy!r} with {stored.sampling}, not of {policy.name!r} with "
+            f"{dict(policy.sampling)}: name another file"
+        )
+    prompt = prompt_ids(policy.tokenizer, stored.system, stored.question)
+    # An episode whose prompt did not fit has no ids to tell by.
+    if stored.token_ids and stored.token_ids[: len(prompt)] != prompt:
+        raise ValueError(f"{path} holds episodes that were made with another tokenizer: name another file")
 
 
 def evaluate(

@@ -6,6 +6,7 @@ and nothing else of it.
 """
 
 # No postponed annotations here: `strict` reads the types of the fields to check their values.
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -15,6 +16,18 @@ from transformers.modeling_rope_utils import RopeParameters
 
 # The control tokens are the last nine ids of a native vocabulary; these are distances from its end.
 _BOS_FROM_END, _PAD_FROM_END, _END_FROM_END = 9, 7, 3
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+_NOT_NEGATIVE = ("rms_norm_eps", "nope_every", "z_loss_coef", "final_logit_softcapping", "attn_logit_softcapping")
 
 AUTO_MAP: dict[str, str] = {
     "AutoConfig": "configuration_stack.StackConfig",
@@ -154,6 +167,9 @@ class StackConfig(PreTrainedConfig):
 
     def validate_architecture(self) -> None:
         """Part of `@strict`'s validation: sizes that cannot be built are named here, not deep in a forward."""
+        for name in _SIZES:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.num_attention_heads % (self.num_key_value_heads or self.num_attention_heads):
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads "
@@ -161,9 +177,12 @@ class StackConfig(PreTrainedConfig):
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim ({self.head_dim}) must be even: the rotary embedding turns pairs")
-        for name in ("nope_every", "z_loss_coef", "final_logit_softcapping", "attn_logit_softcapping"):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        for name in _NOT_NEGATIVE:
+            if not 0 <= (getattr(self, name) or 0) < math.inf:
+                raise ValueError(f"{name} must not be negative, nor infinite or NaN, got {getattr(self, name)}")
+        base = (self.rope_parameters or {}).get("rope_theta", 1.0)
+        if not isinstance(base, int | float) or not 0 < base < math.inf:
+            raise ValueError(f"rope_theta, the rotary embedding's base, must be a number above 0, got {base!r}")
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> "StackConfig":

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-import pickle
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedTokenizerBase
@@ -47,6 +47,7 @@ _CONFIG_NAMES = {
 }
 # Settings that change how the original trains, not what it computes.
 _TRAINING_ONLY = frozenset({"loss_chunk"})
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _REFUSED = {"use_mla": "latent attention", "mtp_heads": "multi-token prediction heads"}
 
 _TENSOR_NAMES = {
@@ -91,9 +92,9 @@ def convert_native(
 
     Raises:
         FileNotFoundError: If a given file does not exist.
-        ValueError: If the checkpoint needs code to load, its configuration asks for something this architecture does
-            not have, a tensor is missing, unknown or misshaped, or the tokenizer does not fit the vocabulary. Nothing
-            is written then.
+        ValueError: If the checkpoint needs code to load or is damaged, its configuration asks for something this
+            architecture does not have, a tensor is missing, unknown, misshaped or not finite, or the tokenizer does
+            not fit the vocabulary. Nothing is written then.
     """
     loaded = _load(Path(checkpoint))
     state = _native_state(loaded, checkpoint)
@@ -115,7 +116,7 @@ def convert_native(
         model.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        write_model_card(folder, model.config, name=Path(out_dir).name)
+        write_model_card(folder, model.config, name=Path(out_dir).resolve().name)
     logger.info("converted %s to %s: %d parameters", checkpoint, out_dir, model.num_parameters())
     return Path(out_dir)
 
@@ -154,23 +155,43 @@ def _load(path: Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, IndexError) as error:
+        with torch.serialization.safe_globals(_numpy_parts()):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except (MemoryError, PermissionError):
+        raise
+    except Exception as error:  # damage shows as any exception, wherever the reader happens to be
         # torch's own message advises to load it all the same.
-        found = re.search(r"GLOBAL ([\w.]+)", str(error))
-        reason = f"it calls {found[1]}" if found else "not a PyTorch checkpoint"
-        raise ValueError(
-            f"{path} does not load without running code from it ({reason}): save its state dict as tensors alone"
-        ) from error
+        if found := re.search(r"GLOBAL ([\w.]+)", str(error)):
+            raise ValueError(
+                f"{path} does not load without running code from it (it calls {found[1]}): "
+                "save its state dict as tensors alone"
+            ) from error
+        raise ValueError(f"{path} is not a PyTorch checkpoint, or a damaged one: save or copy it again") from error
+
+
+def _numpy_parts() -> list[Any]:
+    """What pickled numpy arrays and numbers are made of: training checkpoints hold numpy's RNG state.
+
+    All of it is plain data. The functions go by the module's name in numpy 1 and in numpy 2.
+    """
+    multiarray = np._core.multiarray  # type: ignore[attr-defined]  # numpy's stubs leave out where pickles point to
+    functions = (multiarray._reconstruct, multiarray.scalar)
+    codes = np.typecodes["AllInteger"] + np.typecodes["Float"] + "?"
+    return [
+        np.ndarray,
+        np.dtype,
+        *{type(np.dtype(code)) for code in codes},
+        *((f, f"numpy.{core}.multiarray.{f.__name__}") for f in functions for core in ("core", "_core")),
+    ]
 
 
 def _native_state(loaded: Any, checkpoint: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     state = loaded.get("model", loaded) if isinstance(loaded, Mapping) else None
     if not isinstance(state, Mapping) or not state:
         raise ValueError(f'{checkpoint} holds no state dict, neither alone nor under "model"')
-    wrong = [str(name) for name, value in state.items() if not isinstance(value, torch.Tensor)]
+    wrong = [str(n) for n, value in state.items() if not (isinstance(n, str) and isinstance(value, torch.Tensor))]
     if wrong:
-        raise ValueError(f"{checkpoint} is no native state dict: not tensors: {_listing(wrong)}")
+        raise ValueError(f"{checkpoint} is no native state dict: not named tensors: {_listing(wrong)}")
     return dict(state)
 
 
@@ -188,7 +209,7 @@ def _choose_config(config: str | os.PathLike[str] | Mapping[str, Any] | None, lo
             raise FileNotFoundError(f"no native config at {path}")
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not JSON: {error}") from error
         if not isinstance(config, Mapping):
             raise ValueError(f"{path} does not hold a JSON object")
@@ -202,16 +223,14 @@ def _map_tensors(state: dict[str, torch.Tensor], config: StackConfig) -> dict[st
     """Rename the native tensors, after checking that they are exactly those of the model.
 
     Raises:
-        ValueError: If one is missing, unknown, misshaped or not of floating point; the message names them all.
+        ValueError: If one is missing, unknown, misshaped, not of floating point or not finite; the message names
+            them all.
     """
     names = dict(_TENSOR_NAMES)
     for i in range(config.num_hidden_layers):
         names.update({f"blocks.{i}.{n}": f"model.layers.{i}.{ours}" for n, ours in _BLOCK_TENSOR_NAMES.items()})
     if config.tie_word_embeddings and "tok_emb.weight" in state:
-        # A tied head may be left out or repeated, but cannot be a weight of its own.
-        head = state.setdefault("lm_head.weight", state["tok_emb.weight"])
-        if not torch.equal(head, state["tok_emb.weight"]):
-            raise ValueError("lm_head.weight differs from tok_emb.weight: set tie_embeddings to false in the config")
+        state.setdefault("lm_head.weight", state["tok_emb.weight"])  # a tied head may be left out
 
     with torch.device("meta"):
         shapes = {name: tuple(tensor.shape) for name, tensor in StackForCausalLM(config).state_dict().items()}
@@ -227,11 +246,19 @@ def _map_tensors(state: dict[str, torch.Tensor], config: StackConfig) -> dict[st
         if tuple(state[name].shape) != shapes[names[name]]
     ]:
         problems.append(f"wrong shape: {_listing(misshaped)}")
-    if integral := [name for name in shared if not state[name].is_floating_point()]:
-        problems.append(f"not floating point: {_listing(integral)}")
+    if unfit := [name for name in shared if not _is_plain(state[name])]:
+        problems.append(f"not dense and of 16, 32 or 64 bit floating point: {_listing(unfit)}")
+    if infinite := [name for name in shared if name not in unfit and not state[name].isfinite().all()]:
+        problems.append(f"holds NaN or infinity: {_listing(infinite)}")
     if problems:
         raise ValueError(f"the checkpoint does not fit its config; {'; '.join(problems)}")
+    if config.tie_word_embeddings and not torch.equal(state["lm_head.weight"], state["tok_emb.weight"]):
+        raise ValueError("lm_head.weight differs from tok_emb.weight: set tie_embeddings to false in the config")
     return {names[name]: tensor for name, tensor in state.items()}
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in _DTYPES and tensor.layout == torch.strided and not tensor.is_meta
 
 
 def _common_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:

@@ -29,7 +29,7 @@ reliably.
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
 ```
 
 With the package installed, `import stacklm_hf` stands in for `trust_remote_code=True`.

@@ -2,7 +2,7 @@
 
 What differs from Qwen3: no rotary embedding on every `nope_every`-th layer; RMSNorm scales in float32 before it casts
 (OLMo 2's norm); the residual projections start smaller; optional z-loss and soft caps; packed documents are kept apart
-whether or not there is a cache. Everything else is inherited, forward passes included, so that attention
+whether or not the model makes a cache. Everything else is inherited, forward passes included, so that attention
 implementations, caches, checkpointing and parallel plans are transformers' own, in whatever version is installed.
 
 This file is copied into every saved checkpoint and must load where the package is not installed: it imports nothing
@@ -154,7 +154,7 @@ class StackModel(StackPreTrainedModel, Qwen3Model):
         """Run the decoder.
 
         Several documents can share a row: where `position_ids` starts again at 0, a new document starts, and no token
-        attends to another document.
+        attends to another document. (Not where a cache is passed in: it holds one document a row.)
 
         Args:
             input_ids: Token ids of shape (batch, length).

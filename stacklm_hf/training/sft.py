@@ -104,6 +104,8 @@ def default_sft_config(output_dir: str | Path, **overrides: Any) -> AgentSFTConf
         "per_device_train_batch_size": 8,
         "train_sampling_strategy": "group_by_length",
         "max_length": 1024,
+        # Few distinct widths: the allocator then reuses its blocks, and kernels are prepared once.
+        "pad_to_multiple_of": 16,
         "packing": False,
         "bf16": cpu_supports_bf16() if on_cpu else torch.cuda.is_bf16_supported(),
         "use_cpu": on_cpu,

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
@@ -76,6 +77,6 @@ def plain_weights(trainer: Trainer) -> Iterator[Iterator[tuple[str, torch.Tensor
     """
     with whole_model(trainer) as model:
         plain: Any = model
-        if hasattr(model, "merge_and_unload"):
-            plain = copy.deepcopy(model).merge_and_unload()
+        if is_peft_model(model):
+            plain = copy.deepcopy(plain).merge_and_unload()
         yield ((name, parameter.detach()) for name, parameter in plain.named_parameters())

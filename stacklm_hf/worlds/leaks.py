@@ -1,20 +1,21 @@
 """Which training tasks give a held-out task away.
 
-Contract: a training task leaks when it asks a held-out question (whatever its case and spacing), or when it is
-of the same kind over the same facts in any order: `a + b` gives `b + a` away, and a question in other words
-the same question. Works for every world; tasks without facts are compared by their questions.
+Contract: a training task leaks when it asks a held-out question (whatever its case, spacing and Unicode form), or
+when it is of the same kind over the same facts in any order: `a + b` gives `b + a` away, and a question in other
+words the same question. Works for every world; tasks without facts are compared by their questions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from stacklm_hf.tools.retrieval import fold
 from stacklm_hf.worlds.base import Task
 
 
 def leak_keys(task: Task) -> set[tuple[object, ...]]:
     """What must not be shared between training and held-out tasks; two tasks that share a key leak."""
-    keys: set[tuple[object, ...]] = {("question", " ".join(task.question.casefold().split()))}
+    keys: set[tuple[object, ...]] = {("question", " ".join(fold(task.question).split()))}
     if task.facts:
         keys.add(("facts", task.kind, *sorted(task.facts)))
     return keys

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import shutil
 from pathlib import Path
+from typing import ClassVar
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -48,6 +53,12 @@ def refused(tmp_path: Path, checkpoint, **kwargs) -> str:
 class TestConverts:
     def test_a_training_checkpoint_with_optimizer_and_rng_state(self, tmp_path):
         folder = convert_native(CHECKPOINT, tmp_path / "out", config=DATA / "native_tiny.config.json")
+        torch.testing.assert_close(logits_of(folder), EXPECTED["logits"], atol=1e-5, rtol=0)
+
+    def test_a_training_checkpoint_with_the_random_states_of_numpy_and_python(self, tmp_path, state):
+        random_state = {"numpy": np.random.get_state(), "python": random.getstate(), "cuda": [torch.get_rng_state()]}
+        torch.save({"model": state, "rng": random_state, "loss": np.float64(2.5)}, tmp_path / "training.pt")
+        folder = convert_native(tmp_path / "training.pt", tmp_path / "out", config=CONFIG)
         torch.testing.assert_close(logits_of(folder), EXPECTED["logits"], atol=1e-5, rtol=0)
 
     def test_the_config_that_the_checkpoint_carries_where_none_is_given(self, tmp_path):
@@ -138,6 +149,15 @@ class TestConfig:
             ({"rope_scaling": {"type": "yarn"}}, "rope_scaling"),
             ({"d_model": "wide"}, "hidden_size"),
             ({"n_heads": 3}, "num_attention_heads"),
+            ({"n_heads": 0}, "num_attention_heads"),
+            ({"n_kv_heads": 0}, "num_key_value_heads"),
+            ({"d_model": -64}, "hidden_size"),
+            ({"max_seq_len": 0}, "max_position_embeddings"),
+            ({"norm_eps": float("nan")}, "rms_norm_eps"),
+            ({"logit_soft_cap": float("inf")}, "final_logit_softcapping"),
+            ({"rope_theta": None}, "rope_theta"),
+            ({"rope_theta": "10000"}, "rope_theta"),
+            ({"rope_theta": -1.0}, "rope_theta"),
         ],
     )
     def test_what_the_architecture_does_not_have_is_refused_by_name(self, tmp_path, settings, reason):
@@ -167,6 +187,24 @@ class TestRefusesNamingTheTensors:
         state["blocks.1.mlp.up.weight"] = torch.zeros(127, 64)
         reason = refused(tmp_path, state, config=CONFIG)
         assert "blocks.1.mlp.up.weight has shape (127, 64), expected (128, 64)" in reason
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_not_finite(self, tmp_path, state, value):
+        for name in ("tok_emb.weight", "blocks.1.mlp.up.weight"):
+            state[name] = state[name].clone().index_fill(0, torch.tensor(3), value)
+        del state["lm_head.weight"]
+        reason = refused(tmp_path, state, config=CONFIG)
+        assert "NaN or infinity: tok_emb.weight, lm_head.weight, blocks.1.mlp.up.weight" in reason
+
+    @pytest.mark.parametrize(
+        "change", [torch.Tensor.to_sparse, lambda x: x.to("meta"), lambda x: x.to(torch.complex64)]
+    )
+    def test_what_is_no_plain_tensor(self, tmp_path, state, change):
+        state["tok_emb.weight"] = change(state["tok_emb.weight"])
+        assert "floating point: tok_emb.weight" in refused(tmp_path, state, config=CONFIG)
+
+    def test_without_a_name(self, tmp_path, state):
+        assert "not named tensors: 5" in refused(tmp_path, {**state, 5: torch.zeros(2)}, config=CONFIG)
 
     def test_all_at_once(self, tmp_path, state):
         del state["blocks.0.attn.wq.weight"]
@@ -200,9 +238,18 @@ class TestRefusesFiles:
         (path := tmp_path / "broken.pt").write_bytes(content)
         assert "broken.pt" in refused(tmp_path, path)
 
-    def test_a_cut_checkpoint(self, tmp_path):
-        (path := tmp_path / "cut.pt").write_bytes(CHECKPOINT.read_bytes()[:100_000])
-        assert "cut.pt" in refused(tmp_path, path)
+    @pytest.mark.parametrize("zipped", [True, False])
+    def test_a_cut_checkpoint(self, tmp_path, state, zipped):
+        torch.save(state, path := tmp_path / "cut.pt", _use_new_zipfile_serialization=zipped)
+        content = path.read_bytes()
+        for length in (*range(0, len(content), 30_011), len(content) - 10):
+            path.write_bytes(content[:length])
+            assert "cut.pt" in refused(tmp_path, path)
+
+    def test_a_damaged_checkpoint_is_refused_wherever_the_reader_stumbles(self, tmp_path, monkeypatch):
+        for error in (AssertionError("storage key"), TypeError("set_()"), OSError(22, "Invalid argument")):
+            monkeypatch.setattr("torch.load", Mock(side_effect=error))
+            assert "native_tiny.pt is not a PyTorch checkpoint, or a damaged one" in refused(tmp_path, CHECKPOINT)
 
     @pytest.mark.parametrize("content", [[1, 2], {}, {"model": {}}, {"model": None}, {"step": 3}, torch.zeros(2)])
     def test_a_file_without_a_state_dict(self, tmp_path, content):
@@ -236,3 +283,79 @@ class TestRefusesFiles:
 
         monkeypatch.setattr("stacklm_hf.modeling.convert.write_model_card", fail)
         assert "disk" in refused(tmp_path, CHECKPOINT)
+
+
+class TestKilledWhileWriting:
+    """Whatever loads afterwards is whole: the old or the new, never some of each."""
+
+    OLD: ClassVar = {"checkpoint": DATA / "native_tiny_ropeall.pt", "tokenizer": TOKENIZER}
+    NEW: ClassVar = {"checkpoint": CHECKPOINT, "tokenizer": TOKENIZER}
+
+    def killed(self, out: Path, monkeypatch, after: int) -> bool:
+        """Convert, but die after so many changes to the folder; whether it died."""
+        left = iter(range(after))
+
+        def dying(change):
+            def call(*args, **kwargs):
+                if next(left, None) is None:
+                    raise KeyboardInterrupt
+                return change(*args, **kwargs)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", dying(os.replace))
+            patch.setattr(Path, "rename", dying(Path.rename))
+            patch.setattr(Path, "unlink", dying(Path.unlink))
+            try:
+                convert_native(out_dir=out, **self.NEW)
+            except KeyboardInterrupt:
+                return True
+        return False
+
+    def test_a_new_folder_appears_in_one_step(self, tmp_path, monkeypatch):
+        assert self.killed(tmp_path / "out", monkeypatch, after=0)
+        assert list(tmp_path.iterdir()) == []
+        assert not self.killed(tmp_path / "out", monkeypatch, after=1)
+
+    def test_an_old_folder_loads_as_it_was_or_not_at_all_or_as_the_new_one(self, tmp_path, monkeypatch):
+        old = convert_native(out_dir=tmp_path / "old", **self.OLD)
+        new = convert_native(out_dir=tmp_path / "new", **self.NEW)
+        whole = [logits_of(old), logits_of(new)]
+        seen = []
+        for after in range(100):
+            shutil.copytree(old, out := tmp_path / f"out{after}")
+            died = self.killed(out, monkeypatch, after)
+            try:
+                logits = logits_of(out)
+            except (OSError, ValueError):
+                seen.append("nothing")
+            else:
+                assert AutoTokenizer.from_pretrained(out).chat_template  # a model that loads has its tokenizer
+                seen.append(["old", "new"][[torch.equal(logits, one) for one in whole].index(True)])
+            if not died:
+                break
+        assert seen[0] == "old"
+        assert set(seen[1:-1]) == {"nothing"}
+        assert seen[-1] == "new"
+
+    def test_a_tokenizer_is_never_half_there(self, tmp_path, monkeypatch):
+        (tmp_path / "out").mkdir()
+        for after in range(100):
+            if not self.killed(tmp_path / "out", monkeypatch, after):
+                break
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+            except (OSError, ValueError):
+                continue
+            assert tokenizer.chat_template
+            assert len(tokenizer) == 512
+            assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|end|>", "<|pad|>")
+
+    def test_weights_of_another_model_do_not_stay(self, tmp_path):
+        model = AutoModelForCausalLM.from_pretrained(convert_native(out_dir=tmp_path / "out", **self.OLD))
+        (tmp_path / "out" / "model.safetensors").unlink()
+        model.save_pretrained(tmp_path / "out", max_shard_size="200KB")
+        assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
+        folder = convert_native(out_dir=tmp_path / "out", **self.NEW)
+        assert [file.name for file in folder.glob("model*.safetensors*")] == ["model.safetensors"]

@@ -167,7 +167,9 @@ def test_a_marker_that_the_policy_merely_spelled_is_inert_in_text_and_messages()
 
 
 def test_half_a_surrogate_pair_does_not_stop_the_dataset() -> None:
-    trajectory = replace(good(), question="\ud800?", gold="\udfff", answer="a\ud800")
+    trajectory = replace(
+        good(), episode_id="e\ud800", policy="p\ud800", question="\ud800?", gold="\udfff", answer="a\ud800"
+    )
     row = rows(trajectory)[0]
     assert (row["question"], row["gold"], row["answer"]) == ("\ufffd?", "\ufffd", "a\ufffd")
     assert row["messages"][1]["content"] == "\ufffd?"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from stacklm_hf.modeling.tokenization_stack import train_stack_tokenizer
+from stacklm_hf.protocol import render_prompt
 from stacklm_hf.protocol.encoding import encode_trusted
 from stacklm_hf.rollout import (
     EpisodeSettings,
@@ -19,7 +20,7 @@ from stacklm_hf.rollout import (
     run_episodes,
     run_episodes_async,
 )
-from stacklm_hf.rollout.episode import decode_turn, make_episode_id
+from stacklm_hf.rollout.episode import decode_turn, make_episode_id, prompt_ids
 from stacklm_hf.tools.spec import ToolSpec
 from stacklm_hf.worlds.base import Task
 from stacklm_hf.worlds.research import ResearchEnvironment, build_corpus, make_task_pool
@@ -341,3 +342,36 @@ class TestScriptedTeacher:
         [trajectory] = run_episodes(ScriptedTeacher(tokenizer), [TASK], world[1])
         assert trajectory.stop_reason is StopReason.ERROR
         assert "no key" in trajectory.error
+
+
+def test_a_question_cannot_name_a_special_token_of_the_tokenizers_own():
+    tokenizer = train_stack_tokenizer([TASK.question] * 2, 300)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|im_end|>"]}, replace_extra_special_tokens=False)
+    own = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    ids = prompt_ids(tokenizer, "s", "a <|im_end|> b <|end|>")
+    assert own not in ids
+    assert "a <|im_end|> b < |end|>" in tokenizer.decode(ids)
+    policy = Canned(tokenizer, ["Answer: 42<|end|>"])
+    task = Task("stop <|im_end|> now", "42", task_id="t")
+    (trajectory,) = run_episodes(policy, [task], ResearchEnvironment(build_corpus()))
+    assert own not in trajectory.token_ids
+
+
+def test_the_prompt_is_that_of_the_wire_format(tokenizer):
+    system = "You are. Tools: calc(expr)."
+    assert prompt_ids(tokenizer, system, "é 2?") == encode_trusted(tokenizer, render_prompt(system, "é 2?"))
+
+
+def test_half_a_surrogate_pair_in_a_question_ends_nothing(tokenizer):
+    policy = Canned(tokenizer, ["Answer: 42<|end|>"])
+    task = Task("what \ud800 is it?", "42", task_id="t")
+    (trajectory,) = run_episodes(policy, [task], ResearchEnvironment(build_corpus()))
+    assert trajectory.correct
+
+
+@pytest.mark.parametrize("options", [{"samples": 0}, {"seed": -1}])
+def test_numbers_out_of_range_are_told_before_anything_runs(tokenizer, options):
+    policy = Canned(tokenizer, [ANSWER])
+    with pytest.raises(ValueError, match="samples must be at least 1 and seed at least 0"):
+        run_episodes(policy, [TASK], ResearchEnvironment(build_corpus()), **options)
+    assert not policy.requests

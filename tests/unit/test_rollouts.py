@@ -31,7 +31,7 @@ WORLD = ResearchEnvironment([Passage("p", "the layer count of Stack-100M is 30. 
 class FakePolicy:
     """Writes what `write(request)` returns: an answer, a call as (tool, args), or an exception to raise."""
 
-    name, tokenizer, max_context, sampling = "fake", TOKENIZER, 4096, {"temperature": 0.7}  # noqa: RUF012
+    name, tokenizer, max_context, sampling = "fake", TOKENIZER, 4096, {"temperature": 0.7}
 
     def __init__(self, write):
         self.write, self.requests = write, []

@@ -77,6 +77,15 @@ def test_a_file_of_another_policy_is_refused(teacher, world, tmp_path):
         run_into_store(other, tasks, environment, path, SETTINGS)
 
 
+def test_a_file_made_with_another_tokenizer_is_refused(teacher, world, tmp_path):
+    tasks, environment = world
+    path = tmp_path / "e.jsonl"
+    run_into_store(teacher, tasks, environment, path, SETTINGS)
+    other = ScriptedTeacher(train_stack_tokenizer([task.question for task in tasks], 300))
+    with pytest.raises(ValueError, match="another tokenizer: name another file"):
+        run_into_store(other, tasks, environment, path, SETTINGS)
+
+
 def test_tasks_of_many_worlds_are_each_asked_over_their_own_corpus(teacher, tmp_path):
     tasks = make_training_pool(0, 12, 0.5, 3)
     trajectories = evaluate(teacher, tasks, SeededEnvironment(), tmp_path / "e.jsonl", SETTINGS)

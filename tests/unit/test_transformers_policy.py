@@ -179,7 +179,9 @@ def test_requests_that_cannot_be_served_say_so(tokenizer, model):
             turns(policy, [prompt], max_new_tokens=budget)
 
 
-@pytest.mark.parametrize("options", [{"temperature": -1}, {"top_p": 0}, {"top_k": -1}, {"max_batch": 0}])
+@pytest.mark.parametrize(
+    "options", [{"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0}, {"top_k": -1}, {"max_batch": 0}]
+)
 def test_options_out_of_range_are_refused(tokenizer, model, options):
     with pytest.raises(ValueError, match="must be"):
         TransformersPolicy(model, tokenizer, **options)

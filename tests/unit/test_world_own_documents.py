@@ -159,6 +159,8 @@ def test_documents_that_share_an_id_are_refused() -> None:
         ({"question": "x", "gold": None}, "column 'gold' is empty"),
         ({"question": "x", "gold": float("nan")}, "column 'gold' is empty"),
         ({"question": "", "gold": "y"}, "column 'question' is empty"),
+        ({"question": "x", "gold": "None"}, "column 'gold' holds 'None', which never counts as correct"),
+        ({"question": "x", "answer": float("inf")}, "column 'answer' holds 'inf', which never counts as correct"),
         ({"question": "x", "answer": {"text": ["y"]}}, "column 'answer' holds a dict, not text or a number"),
         ({"question": "x", "answer": "\udfff"}, "half a surrogate pair"),
         ({"question": "x", "answer": "y", "queries": "[1"}, "column 'queries' holds no valid JSON"),

@@ -50,6 +50,7 @@ def test_swapped_facts_and_other_words_leak_and_other_shapes_do_not() -> None:
     assert is_leak(Task("Add B to A.", "3", kind="sum", facts=pair[::-1]), [heldout])
     assert is_leak(Task("A plus B?", "3", kind="sum", facts=pair), [heldout])
     assert is_leak(Task(" add  a TO b.", "3"), [heldout])
+    assert is_leak(Task("Who wrote the re\u0301sume\u0301?", "A"), [Task("Who wrote the résumé?", "A")])
     assert not is_leak(Task("A or B?", "A", kind="compare", facts=pair), [heldout])
     assert not is_leak(Task("Something else.", "3"), [heldout])
     assert not is_leak(heldout, [])

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from stacklm_hf.tools.retrieval import Passage
+from stacklm_hf.verify import is_correct
 from stacklm_hf.worlds.base import Task
 from stacklm_hf.worlds.research.corpus import CHUNK_OVERLAP, CHUNK_WORDS, chunk_passages
 
@@ -100,7 +101,8 @@ def load_qa_pairs(qa_pairs: Rows, *, world: str, heldout_share: float = 0.2, see
         One task for each row, in order.
 
     Raises:
-        ValueError: A column is missing, a question or an answer is empty, a task id is not unique, or there is
+        ValueError: A column is missing, a question or an answer is empty, an answer is one that can never be correct
+            (`nan`, `none` and the like; see `stacklm_hf.verify`), a task id is not unique, or there is
             no row at all.
     """
     if not 0 <= heldout_share <= 1:
@@ -128,14 +130,18 @@ def _task_fields(row: Row, task_id: str, world: str) -> dict[str, Any]:
     """The fields of a task; `split` is empty where the row has none.
 
     Raises:
-        ValueError: A column is missing, empty or of the wrong form.
+        ValueError: A column is missing, empty or of the wrong form, or no answer could ever be correct.
     """
     answer_column = next((name for name in ANSWER_COLUMNS if row.get(name) is not None), None)
     if answer_column is None and not any(name in row for name in ANSWER_COLUMNS):
         raise ValueError(f"no column {', '.join(ANSWER_COLUMNS[:-1])} or {ANSWER_COLUMNS[-1]}{_columns(row)}")
+    answer_column = answer_column or next(name for name in ANSWER_COLUMNS if name in row)
+    gold = _text(row, answer_column)
+    if not is_correct(gold, gold):
+        raise ValueError(f"column {answer_column!r} holds {gold!r:.60}, which never counts as correct: use other words")
     return {
         "question": _text(row, "question"),
-        "gold": _text(row, answer_column or next(name for name in ANSWER_COLUMNS if name in row)),
+        "gold": gold,
         "kind": _optional_text(row, "kind") or "qa",
         "queries": _read_queries(row.get("queries")),
         "facts": _read_facts(row.get("facts")),
