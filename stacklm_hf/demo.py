@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import platform
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -202,6 +203,7 @@ class Demo:
             learning_rate=settings.learning_rate,
             muon_learning_rate=settings.muon_learning_rate,
             save_steps=settings.save_every,
+            logging_first_step=True,
             weight_decay=0.05,
             adam_beta2=0.95,
             warmup_steps=50,
@@ -288,7 +290,15 @@ class Demo:
             ("report", self.report),
         ):
             self.say(f"  {label:<13}{path}")
-        self.say(f'\nTry next:\n  stacklm-hf ask --model {self.checkpoint} "{question}"')
+        self.say(f'\nTry next:\n  {_command()} ask --model {self.checkpoint} "{question}"')
+
+
+def _command() -> str:
+    """The `stacklm-hf` of this environment, as one would type it here."""
+    script = Path(sys.executable).with_name("stacklm-hf")
+    if not script.exists():
+        return "stacklm-hf"
+    return str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script)
 
 
 def _card_rows(results: dict[str, EvaluationResult]) -> dict[str, dict[str, float]]:

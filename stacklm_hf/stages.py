@@ -1,11 +1,13 @@
 """A run in stages that can be killed at any moment and goes on where it stopped.
 
 Contract: `state.json` in the run's folder names the settings and the finished stages. It is replaced in one
-step, after the stage's own files are on the disk. A folder that was begun with other settings is refused.
+step, after the stage's own files are on the disk. A folder that was begun with other settings is refused, and so is
+one in which another process runs a stage.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import time
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 STATE_FILE = "state.json"
+LOCK_FILE = "state.lock"
 
 
 class Stages:
@@ -82,10 +85,26 @@ class Stages:
 
         Yields:
             A dict to fill with facts about the stage, JSON-ready; kept in the state file.
+
+        Raises:
+            ValueError: Another process runs a stage in this folder.
         """
         facts: dict[str, Any] = {}
-        start = time.monotonic()
-        yield facts
-        facts["seconds"] = round(time.monotonic() - start, 2)
-        self._state["stages"][name] = facts
-        self._write()
+        with self._alone():
+            start = time.monotonic()
+            yield facts
+            facts["seconds"] = round(time.monotonic() - start, 2)
+            self._state["stages"][name] = facts
+            self._write()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Holds the folder's lock; the system frees it when the process dies, however it dies."""
+        with (self.folder / LOCK_FILE).open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(
+                    f"another process is at work in {self.folder}: wait until it ends, or choose another folder"
+                ) from None
+            yield

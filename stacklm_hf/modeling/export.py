@@ -7,7 +7,14 @@ import os
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from stacklm_hf.modeling.configuration_stack import StackConfig
 from stacklm_hf.modeling.folders import whole_folder
@@ -54,12 +61,15 @@ def export_qwen3(model: StackForCausalLM | str | os.PathLike[str], out_dir: str 
         The folder.
 
     Raises:
-        ValueError: If the model does what Qwen3 cannot: layers without rotary embedding, or soft caps. The message
-            says what to do instead. Nothing is written then.
+        OSError: If there is no such model.
+        ValueError: If it is not a Stack model, or does what Qwen3 cannot: layers without rotary embedding, or soft
+            caps. The message says what to do instead. Nothing is written then.
     """
     tokenizer = None
     if not isinstance(model, StackForCausalLM):
         source = model
+        if not isinstance(found := AutoConfig.from_pretrained(source), StackConfig):
+            raise ValueError(f"{source} is a {found.model_type} model: only Stack models are exported")
         model = StackForCausalLM.from_pretrained(source, dtype="auto")
         tokenizer = _tokenizer_of(source)
     config = qwen3_config(model.config)

@@ -317,6 +317,10 @@ async def run_episodes_async(
     """The coroutine behind :func:`run_episodes`, for callers that have an event loop."""
     if samples < 1 or seed < 0:
         raise ValueError(f"samples must be at least 1 and seed at least 0, not {samples} and {seed}")
+    tasks = list(tasks)
+    if len({task.task_id for task in tasks}) < len(tasks):
+        # Episodes of one id would share a slot of the engine and a place in the store.
+        raise ValueError("two tasks share a task_id: give each its own (stacklm_hf.rollout.episode.with_task_ids)")
     jobs = [
         (task, sample)
         for task in tasks
@@ -373,7 +377,7 @@ def run_episodes(
         The trajectories in the order of the tasks, samples of a task next to each other.
 
     Raises:
-        ValueError: `samples` is less than 1, or `seed` less than 0.
+        ValueError: `samples` is less than 1, `seed` less than 0, or two tasks share a `task_id`.
         RuntimeError: Called from a running event loop; use :func:`run_episodes_async` there.
     """
     return asyncio.run(run_episodes_async(policy, tasks, environment, settings, **options))

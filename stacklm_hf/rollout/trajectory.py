@@ -145,6 +145,7 @@ class Trajectory:
             values["timing"] = json.loads(values["timing"])
             trajectory = cls(**values)
             trajectory.check()
+            _check_types(trajectory)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not a trajectory record ({row.get('episode_id', 'no episode_id')}): {error}") from error
         return trajectory
@@ -154,3 +155,20 @@ class Trajectory:
         lengths = {len(self.token_ids), len(self.sampled), len(self.logprobs), len(self.forced)}
         if len(lengths) != 1:
             raise ValueError(f"episode {self.episode_id!r}: ids, mask, logprobs and forced flags differ in length")
+
+
+def _check_types(trajectory: Trajectory) -> None:
+    """Raises TypeError where a field of a record that was read is of another type than it was written with."""
+    for name in ("episode_id", "task_id", "world", "kind", "question", "gold", "policy", "split", "system"):
+        if not isinstance(getattr(trajectory, name), str):
+            raise TypeError(f"{name} is not text")
+    elements: dict[str, tuple[type, ...]] = {
+        "token_ids": (int,),
+        "sampled": (bool,),
+        "forced": (bool,),
+        "logprobs": (float, int, type(None)),
+    }
+    for name, kinds in elements.items():
+        values = getattr(trajectory, name)
+        if not isinstance(values, list) or not all(isinstance(value, kinds) for value in values):
+            raise TypeError(f"{name} holds values of another type")

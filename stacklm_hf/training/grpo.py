@@ -238,10 +238,11 @@ class AgentGRPOTrainer(GRPOTrainer):
 
     def _record(self, flags: list[bool], seconds: float) -> None:
         """Logs the health of a rollout, and saves its episodes."""
-        last, own = self.rollout.last, sum(episode.num_sampled for episode in self.rollout.last.batch)
+        last = self.rollout.last
+        played = [*last.batch, *last.discarded]
         numbers = episode_metrics(last.batch) | {
             "groups/degenerate": sum(flags) / len(flags),
-            "tokens/own_per_second": own / last.seconds,
+            "tokens/own_per_second": sum(episode.num_sampled for episode in played) / last.seconds,
             "time/rollout": last.seconds - last.sync_seconds,
             "time/sync": last.sync_seconds,
             "time/scoring": seconds - last.seconds,
@@ -254,7 +255,7 @@ class AgentGRPOTrainer(GRPOTrainer):
         if every and self.state.global_step % every == 0 and self.accelerator.is_main_process:
             if self._store is None:
                 self._store = TrajectoryStore(Path(self._get_output_dir(None)) / EPISODES_FILE)
-            for episode in [*last.batch, *last.discarded]:
+            for episode in played:
                 self._store.append(episode)
 
     # Loss

@@ -34,7 +34,7 @@ def degenerate_groups(rewards: Sequence[float] | torch.Tensor, size: int) -> lis
     Returns:
         One entry for each group; True also where at most one sample has a reward.
     """
-    groups = torch.as_tensor(rewards, dtype=torch.float64).view(-1, size)
+    groups = torch.as_tensor(rewards).detach().cpu().double().view(-1, size)
     missing = groups.isnan()
     low = groups.masked_fill(missing, torch.inf).amin(1)
     high = groups.masked_fill(missing, -torch.inf).amax(1)

@@ -97,7 +97,9 @@ def test_it_ends_with_the_table_and_says_where_things_are(demo):
     for name in ("checkpoint", "dataset.parquet", "trajectories.jsonl", "report.html"):
         assert str(folder / name) in tail
         assert (folder / name).exists()
-    assert f"stacklm-hf ask --model {folder / 'checkpoint'}" in tail
+    command = re.search(r'(\S*stacklm-hf) ask --model (\S+) "', tail)
+    assert command[2] == str(folder / "checkpoint")
+    assert (Path.cwd() / command[1]).exists()  # as one would type it here
 
 
 def test_long_stages_show_a_bar_with_a_rate_and_an_eta(demo):

@@ -20,7 +20,7 @@ from stacklm_hf.rollout import (
     run_episodes,
     run_episodes_async,
 )
-from stacklm_hf.rollout.episode import decode_turn, make_episode_id, prompt_ids
+from stacklm_hf.rollout.episode import decode_turn, make_episode_id, prompt_ids, with_task_ids
 from stacklm_hf.tools.spec import ToolSpec
 from stacklm_hf.worlds.base import Task
 from stacklm_hf.worlds.research import ResearchEnvironment, build_corpus, make_task_pool
@@ -296,7 +296,14 @@ def test_a_trajectory_goes_through_json_without_loss(tokenizer):
 def test_a_record_that_is_no_trajectory_is_named(tokenizer):
     trajectory, _, _ = run(tokenizer, [ANSWER])
     row = trajectory.to_dict()
-    for broken in ({**row, "sampled": row["sampled"][1:]}, {**row, "stop_reason": "tired"}, {"episode_id": "x"}):
+    for broken in (
+        {**row, "sampled": row["sampled"][1:]},
+        {**row, "stop_reason": "tired"},
+        {**row, "question": 5},
+        {**row, "token_ids": [str(token) for token in row["token_ids"]]},
+        {**row, "sampled": None},
+        {"episode_id": "x"},
+    ):
         with pytest.raises(ValueError, match=row["episode_id"] if len(broken) > 1 else "x"):
             Trajectory.from_dict(broken)
 
@@ -375,3 +382,11 @@ def test_numbers_out_of_range_are_told_before_anything_runs(tokenizer, options):
     with pytest.raises(ValueError, match="samples must be at least 1 and seed at least 0"):
         run_episodes(policy, [TASK], ResearchEnvironment(build_corpus()), **options)
     assert not policy.requests
+
+
+def test_tasks_that_share_an_id_are_refused_and_can_be_given_ids(tokenizer):
+    tasks = [Task("a", "42"), Task("b", "42")]
+    with pytest.raises(ValueError, match="two tasks share a task_id"):
+        run_episodes(Canned(tokenizer, [ANSWER]), tasks, Echo())
+    trajectories = run_episodes(Canned(tokenizer, [ANSWER]), with_task_ids(tasks, "mine"), Echo())
+    assert [trajectory.task_id for trajectory in trajectories] == ["mine-00000", "mine-00001"]

@@ -81,6 +81,11 @@ class TestQwen3:
             export_qwen3(tiny(**settings), tmp_path / "out")
         assert not list(tmp_path.iterdir())
 
+    def test_what_is_no_stack_model_is_refused(self, folders, tmp_path):
+        with pytest.raises(ValueError, match="is a qwen3 model"):
+            export_qwen3(folders[1], tmp_path / "out")
+        assert not list(tmp_path.iterdir())
+
     def test_nope_layers_beyond_the_last_one_do_not_matter(self, tmp_path):
         assert export_qwen3(tiny(nope_every=9), tmp_path / "out").is_dir()
 
@@ -108,6 +113,10 @@ class TestModelCard:
             assert part in text
         assert "| held-out | 50 | 0.980 | 0.895 |  |" in text
         assert "| new words\\|here | 12 | 0.500 |  | 2.250 |" in text
+
+    def test_its_first_lines_ask_no_questions(self):
+        text = render_model_card(StackConfig(), name="me/model")
+        assert text.count('from_pretrained("me/model", trust_remote_code=True)') == text.count("from_pretrained(") == 2
 
     def test_without_an_evaluation_it_says_so(self, tmp_path):
         text = write_model_card(tmp_path, StackConfig(**TINY, nope_every=0)).read_text()

@@ -207,6 +207,10 @@ class TestConfig:
         with pytest.raises(ValueError, match=message):
             config(tmp_path, **options)
 
+    def test_an_engine_of_trl_that_nothing_samples_with_is_not_started(self, tmp_path):
+        with pytest.raises(ValueError, match="give a policy that does"):
+            make(tmp_path, options={"use_vllm": True})
+
     def test_an_adapter_that_trains_token_rows_is_refused(self, tmp_path):
         lora = LoraConfig(target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [0]})
         with pytest.raises(ValueError, match="does not see trained token rows"):

@@ -1,9 +1,12 @@
 """A whole GRPO run: it never ends below where it began, it resumes, and an adapter leaves its base alone."""
 
 import copy
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.commands.config.config_args import load_config_from_file
 from peft import LoraConfig
 from tiny_grpo import LARGEST_GAP, curve, make, rows
 from tiny_student import tiny_student, world
@@ -12,7 +15,18 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from stacklm_hf.data.store import read_trajectories
 from stacklm_hf.training.grpo import EPISODES_FILE
 from stacklm_hf.training.sft import last_checkpoint
-from stacklm_hf.training.weights import plain_weights
+from stacklm_hf.training.weights import plain_weights, whole_model
+
+CONFIGS = Path(__file__).parents[2] / "accelerate_configs"
+
+
+def test_a_run_learns_what_it_is_paid_for(tmp_path):
+    short = lambda trajectory, **_: [-episode.num_sampled / 50 for episode in trajectory]  # noqa: E731
+    options = {"max_steps": 6, "beta": 0.0, "lr_scheduler_type": "constant"}
+    trainer = make(tmp_path, options=options, reward_funcs=short)
+    trainer.train()
+    rewards = [row["reward"] for row in rows(trainer)]
+    assert rewards[-1] > rewards[0] / 4
 
 
 class TestKeepBest:
@@ -125,3 +139,18 @@ class TestLora:
         ids = torch.arange(20)[None]
         with torch.no_grad():
             assert torch.allclose(plain(ids).logits, trainer.model.eval()(ids).logits, atol=1e-5)
+
+
+def test_a_model_that_cannot_run_alone_is_refused():
+    plugin = SimpleNamespace(fsdp_version=1)
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)))
+    with pytest.raises(ValueError, match="set fsdp_version: 2"), whole_model(trainer):
+        pass
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_accelerate_reads_its_configs(path):
+    config = load_config_from_file(str(path))
+    assert config.mixed_precision == "no"  # float32, in which sampler and trainer agree
+    assert (config.num_processes > 1) == (path.stem not in ("cpu", "single_gpu"))
+    assert config.use_cpu == ("cpu" in path.stem)

@@ -43,3 +43,12 @@ def test_the_state_is_replaced_in_one_step(tmp_path):
     with stages.stage("a"):
         pass
     assert json.loads((tmp_path / STATE_FILE).read_text())["stages"].keys() == {"a"}
+
+
+def test_two_processes_do_not_run_stages_in_one_folder(tmp_path):
+    with Stages(tmp_path, {}).stage("collect"):
+        other = Stages(tmp_path, {})
+        with pytest.raises(ValueError, match="another process is at work"), other.stage("collect"):
+            pytest.fail("it ran")
+    with Stages(tmp_path, {}).stage("sft"):
+        pass

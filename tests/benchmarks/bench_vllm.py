@@ -1,0 +1,103 @@
+"""Episodes per second of the vLLM engine against the transformers engine, and against vLLM's own decode rate.
+
+    .venv-vllm/bin/python tests/benchmarks/bench_vllm.py [--preset stack-demo] [--episodes 32] [--threads 1]
+
+The work is that of bench_rollout.py: episodes of several turns of a fixed number of tokens, with an observation
+between them. The decode rate is that of one `LLM.generate` over as many prompts and tokens, without turns,
+observations, grammar or logprobs. Also measured: what the grammar takes, and a push of all weights.
+"""
+
+import argparse
+import asyncio
+import importlib.util
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+from bench_rollout import TURNS, engine, episodes
+
+from stacklm_hf.modeling import StackConfig, StackForCausalLM, train_stack_tokenizer
+from stacklm_hf.rollout.transformers_policy import TransformersPolicy
+from stacklm_hf.rollout.vllm_policy import VLLMPolicy
+from stacklm_hf.tools import BM25Retriever
+from stacklm_hf.tools.research import CalcTool, SearchTool
+
+
+def seconds(run: Callable[[], object], repeats: int = 3) -> float:
+    """The fastest of a few runs after one that warms up."""
+    run()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--preset", default="stack-demo")
+    parser.add_argument("--episodes", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=24, help="tokens of a turn")
+    parser.add_argument("--threads", type=int, default=1, help="of both engines; set OMP_NUM_THREADS alike")
+    options = parser.parse_args()
+    if importlib.util.find_spec("vllm") is None:
+        print("skipped: vLLM is not installed (make install-vllm)")
+        return
+    from vllm import SamplingParams
+
+    torch.set_num_threads(options.threads)
+    tokenizer = train_stack_tokenizer(["a bench"], 1024)
+    torch.manual_seed(0)
+    model = StackForCausalLM(StackConfig.from_preset(options.preset, vocab_size=1024)).eval()
+    tools = [SearchTool(BM25Retriever([])).spec, CalcTool().spec]
+    work = episodes(options.episodes, 1024)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        start = time.perf_counter()
+        policy = VLLMPolicy(folder, tools=tools, temperature=1.0, dtype="float32")
+        started = time.perf_counter() - start
+        policy.engine.call(lambda: torch.set_num_threads(options.threads))
+        llm = policy.engine.llm
+        free = VLLMPolicy(llm, temperature=1.0)
+        slow = TransformersPolicy(model, tokenizer, tools, temperature=1.0)
+
+        def play(engine_policy: VLLMPolicy | TransformersPolicy) -> int:
+            """Plays all episodes; returns the tokens that the policy itself wrote."""
+            if engine_policy is not slow:
+                llm.reset_prefix_cache()  # or each run but the first would find its prompts there
+            histories = asyncio.run(engine(engine_policy, work, options.tokens))
+            return sum(map(len, histories)) - sum(len(part) for parts in work for part in parts)
+
+        prompts = [{"prompt_token_ids": parts[0]} for parts in work]
+        raw = SamplingParams(
+            temperature=1.0, max_tokens=options.tokens * TURNS, ignore_eos=True, detokenize=False, seed=0
+        )
+
+        def generate() -> None:
+            llm.reset_prefix_cache()
+            llm.generate(prompts, raw, use_tqdm=False)
+
+        taken = {
+            "vLLM": seconds(lambda: play(policy)),
+            "vLLM, no grammar": seconds(lambda: play(free)),
+            "transformers": seconds(lambda: play(slow)),
+        }
+        own, rate = play(policy), options.tokens * TURNS * options.episodes / seconds(generate)
+        push = seconds(lambda: policy.push_weights(model.named_parameters()))
+    print(f"{options.preset}, {options.episodes} episodes of {TURNS} turns of {options.tokens} tokens, float32")
+    for name, time_taken in taken.items():
+        speedup = taken["transformers"] / time_taken
+        print(f"  {name:<18} {options.episodes / time_taken:8.2f} episodes/s   {speedup:4.2f}x transformers")
+    share = own / taken["vLLM"] / rate
+    print(
+        f"  own tokens         {own / taken['vLLM']:8.0f} tokens/s     {share:4.2f} of vLLM's decode rate ({rate:.0f})"
+    )
+    print(f"  the grammar        {1 - taken['vLLM, no grammar'] / taken['vLLM']:8.1%} of the time")
+    print(f"  weights pushed in  {push:8.2f} s, engine built in {started:.1f} s")
+
+
+if __name__ == "__main__":
+    main()
