@@ -8,7 +8,7 @@ from its newest checkpoint to the same loss curve.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -176,8 +176,11 @@ def make_peft_config(arguments: ModelConfig, tokens: AgentTokens | None = None) 
             they are without it.
 
     Returns:
-        A `peft.LoraConfig`, None without `--use_peft`.
+        A `peft.LoraConfig`, None without `--use_peft`; of all linear layers where `--lora_target_modules` names none.
     """
+    if arguments.use_peft and arguments.lora_target_modules is None:
+        # PEFT knows no defaults for an architecture that it does not list, and this one suits all.
+        arguments = replace(arguments, lora_target_modules=["all-linear"])
     config: Any = get_peft_config(arguments)
     if config is not None and tokens is not None and tokens.initialized_rows:
         config.trainable_token_indices = tokens.trainable_token_indices
