@@ -68,7 +68,12 @@ def export_qwen3(model: StackForCausalLM | str | os.PathLike[str], out_dir: str 
     tokenizer = None
     if not isinstance(model, StackForCausalLM):
         source = model
-        if not isinstance(found := AutoConfig.from_pretrained(source), StackConfig):
+        try:
+            found = AutoConfig.from_pretrained(source)
+        except OSError as error:
+            # Without a name in it, transformers' own message leaves a mistyped folder to be guessed.
+            raise OSError(f"{source} is no checkpoint that can be loaded: {str(error).splitlines()[0]}") from error
+        if not isinstance(found, StackConfig):
             raise ValueError(f"{source} is a {found.model_type} model: only Stack models are exported")
         model = StackForCausalLM.from_pretrained(source, dtype="auto")
         tokenizer = _tokenizer_of(source)

@@ -130,8 +130,9 @@ def build_llm(model: str | os.PathLike[str], **options: Any) -> LLM:
         "structured_outputs_config": {"backend": "xgrammar"},
     }
     if current_platform.is_cpu():
-        # Compiling takes minutes on a CPU; without a size the cache would take most of the machine's memory.
-        defaults |= {"enforce_eager": True, "block_size": _CPU_BLOCK_TOKENS}
+        # Compiling takes minutes on a CPU; without a size the cache would take most of the machine's memory. A seeded
+        # request that is read in chunks crashes vLLM 0.31 ("CPU Generator does not use offset").
+        defaults |= {"enforce_eager": True, "block_size": _CPU_BLOCK_TOKENS, "enable_chunked_prefill": False}
         if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
             defaults["kv_cache_memory_bytes"] = _CPU_CACHE_BYTES
         _let_modules_be_scanned()
@@ -389,6 +390,10 @@ def _model_runner(llm: LLM) -> Any:
         raise ValueError("the engine must run in this process: set VLLM_ENABLE_V1_MULTIPROCESSING=0 before it is built")
     if config.scheduler_config.async_scheduling:
         raise ValueError("the engine schedules ahead of its tokens: build it with async_scheduling=False")
+    if runner.device.type == "cpu" and config.scheduler_config.enable_chunked_prefill:
+        raise ValueError(
+            "seeded requests read in chunks crash on a CPU: build the engine with enable_chunked_prefill=False"
+        )
     if config.speculative_config is not None:
         raise ValueError("the engine guesses several tokens at once: build it without a speculative_config")
     if config.use_v2_model_runner:

@@ -3,7 +3,8 @@
     python tests/benchmarks/bench_model.py [--threads N] [--repeats N] [--json FILE]
 
 Both models are timed in turn, in one run, by the time of the process and on one thread, so that other load on the
-machine counts as little as it can; what counts is the best of the repeats. A ratio above 1 means that Stack is faster. About two minutes on two cores.
+machine counts as little as it can; what counts is the best of the repeats. A ratio above 1 means that Stack is faster.
+About three minutes.
 """
 
 from __future__ import annotations

@@ -63,8 +63,14 @@ def main() -> None:
             train_dataset=dataset.select_columns(["input_ids", "assistant_masks"]),
             processing_class=tokenizer,
         )
+        float32 = make_trainer(
+            build_student(tokenizer, "stack-demo", 0),
+            tokenizer,
+            dataset,
+            default_sft_config(f"{folder}/c", **{**common, "bf16": False}),
+        )
         rates = {}
-        for name, trainer in {"ours": ours, "SFTTrainer's defaults": defaults}.items():
+        for name, trainer in {"ours": ours, "SFTTrainer's defaults": defaults, "ours in float32": float32}.items():
             meter = Meter(options.warmup)
             trainer.add_callback(meter)
             trainer.train()

@@ -1,10 +1,10 @@
-"""Episodes per second of the vLLM engine against the transformers engine, and against vLLM's own decode rate.
+"""Episodes per second of the vLLM engine against the transformers engine, and against vLLM's own rate.
 
     .venv-vllm/bin/python tests/benchmarks/bench_vllm.py [--preset stack-demo] [--episodes 32] [--threads 1]
 
-The work is that of bench_rollout.py: episodes of several turns of a fixed number of tokens, with an observation
-between them. The decode rate is that of one `LLM.generate` over as many prompts and tokens, without turns,
-observations, grammar or logprobs. Also measured: what the grammar takes, and a push of all weights.
+The work is that of bench_rollout.py: episodes of several turns of a fixed number of tokens, with an observation between
+them. vLLM's own rate is that of one `LLM.generate` that reads as many tokens and writes as many, all of an episode's
+reading at its start: no turns, no grammar, no logprobs. Also measured: the grammar's share, and a push of all weights.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def main() -> None:
             histories = asyncio.run(engine(engine_policy, work, options.tokens))
             return sum(map(len, histories)) - sum(len(part) for parts in work for part in parts)
 
-        prompts = [{"prompt_token_ids": parts[0]} for parts in work]
+        prompts = [{"prompt_token_ids": [token for part in parts for token in part]} for parts in work]
         raw = SamplingParams(
             temperature=1.0, max_tokens=options.tokens * TURNS, ignore_eos=True, detokenize=False, seed=0
         )
@@ -92,9 +92,7 @@ def main() -> None:
         speedup = taken["transformers"] / time_taken
         print(f"  {name:<18} {options.episodes / time_taken:8.2f} episodes/s   {speedup:4.2f}x transformers")
     share = own / taken["vLLM"] / rate
-    print(
-        f"  own tokens         {own / taken['vLLM']:8.0f} tokens/s     {share:4.2f} of vLLM's decode rate ({rate:.0f})"
-    )
+    print(f"  own tokens         {own / taken['vLLM']:8.0f} tokens/s     {share:4.2f} of vLLM's own rate ({rate:.0f})")
     print(f"  the grammar        {1 - taken['vLLM, no grammar'] / taken['vLLM']:8.1%} of the time")
     print(f"  weights pushed in  {push:8.2f} s, engine built in {started:.1f} s")
 

@@ -332,6 +332,14 @@ class TestEpisodes:
         assert [t.token_ids for t in runs[0]] == [t.token_ids for t in runs[1]]
         assert largest_difference(runs[0], model) < TOLERANCE
 
+    def test_more_prompts_than_one_step_can_read(self, engines, checkpoint):
+        prompts = [[number + 1, *PROMPTS[0]] for number in range(40)]
+        policy = VLLMPolicy(engines(checkpoint, max_num_batched_tokens=1024), temperature=1.0)
+        together = turns(policy, prompts)
+        assert [output.token_ids for output in together[-3:]] == [
+            turns(policy, prompts[: number + 1])[-1].token_ids for number in (37, 38, 39)
+        ]
+
     def test_a_turn_depends_on_its_seed_and_not_on_its_neighbours(self, llm, world):
         tasks, environment = world
         policy = VLLMPolicy(llm, tools=environment.tools, temperature=1.0)
@@ -516,6 +524,7 @@ class TestRefusals:
         ("section", "name", "value", "reason"),
         [
             ("scheduler_config", "async_scheduling", True, "async_scheduling=False"),
+            ("scheduler_config", "enable_chunked_prefill", True, "enable_chunked_prefill=False"),
             ("parallel_config", "world_size", 2, "in this process"),
         ],
     )
