@@ -24,15 +24,16 @@ from stacklm_hf.tools import BM25Retriever
 from stacklm_hf.tools.research import CalcTool, SearchTool
 
 
-def seconds(run: Callable[[], object], repeats: int = 3) -> float:
-    """The fastest of a few runs after one that warms up."""
-    run()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return min(times)
+def seconds(runs: dict[str, Callable[[], object]], repeats: int = 4) -> dict[str, float]:
+    """The fastest of a few calls of each, taken in turns so that they share what else the machine does."""
+    fastest: dict[str, float] = {}
+    for repeat in range(repeats + 1):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            if repeat:  # the first round warms up
+                fastest[name] = min(fastest.get(name, float("inf")), time.perf_counter() - start)
+    return fastest
 
 
 def main() -> None:
@@ -80,13 +81,17 @@ def main() -> None:
             llm.reset_prefix_cache()
             llm.generate(prompts, raw, use_tqdm=False)
 
-        taken = {
-            "vLLM": seconds(lambda: play(policy)),
-            "vLLM, no grammar": seconds(lambda: play(free)),
-            "transformers": seconds(lambda: play(slow)),
-        }
-        own, rate = play(policy), options.tokens * TURNS * options.episodes / seconds(generate)
-        push = seconds(lambda: policy.push_weights(model.named_parameters()))
+        taken = seconds(
+            {
+                "vLLM": lambda: play(policy),
+                "vLLM, no grammar": lambda: play(free),
+                "transformers": lambda: play(slow),
+                "generate": generate,
+                "push": lambda: policy.push_weights(model.named_parameters()),
+            }
+        )
+        own = play(policy)
+    push, rate = taken.pop("push"), options.tokens * TURNS * options.episodes / taken.pop("generate")
     print(f"{options.preset}, {options.episodes} episodes of {TURNS} turns of {options.tokens} tokens, float32")
     for name, time_taken in taken.items():
         speedup = taken["transformers"] / time_taken

@@ -1,6 +1,8 @@
 """A student so small that it trains in seconds, and that calls tools, answers and errs: for tests of the trainers."""
 
+import atexit
 import functools
+import shutil
 import tempfile
 
 from transformers import PreTrainedTokenizerBase, set_seed
@@ -29,6 +31,7 @@ def tiny_student() -> tuple[str, PreTrainedTokenizerBase]:
     """The folder of a checkpoint after some SFT, made once in a process, and its tokenizer."""
     train, _, environment = world()
     folder = tempfile.mkdtemp(prefix="tiny-student-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     tokenizer = build_tokenizer(folder, train, environment, 512)
     dataset, _ = build_dataset(run_episodes(ScriptedTeacher(tokenizer), train, environment), tokenizer)
     set_seed(0)
