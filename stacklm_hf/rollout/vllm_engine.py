@@ -225,9 +225,12 @@ class VLLMEngine:
         self._runner = _model_runner(self.llm)
         self.call(lambda: _use_device(self._runner.device))
         self._expected = _expected_tensors(self.llm)
+        core = self.llm.llm_engine.engine_core.engine_core
+        # One batch at a time, where vLLM would have the next one under way (async scheduling): the logits of a step are
+        # then those of the tokens that it returns.
+        core.step_fn = core.step
         # Else a grammar is made while others step, and each turn joins a step late; there are but two, both cached.
-        manager = self.llm.llm_engine.engine_core.engine_core.structured_output_manager
-        manager._use_async_grammar_compilation = False
+        core.structured_output_manager._use_async_grammar_compilation = False
 
     @property
     def max_context(self) -> int:
@@ -388,8 +391,6 @@ def _model_runner(llm: LLM) -> Any:
     runner = getattr(worker, "model_runner", None)
     if runner is None or config.parallel_config.world_size > 1:
         raise ValueError("the engine must run in this process: set VLLM_ENABLE_V1_MULTIPROCESSING=0 before it is built")
-    if config.scheduler_config.async_scheduling:
-        raise ValueError("the engine schedules ahead of its tokens: build it with async_scheduling=False")
     if runner.device.type == "cpu" and config.scheduler_config.enable_chunked_prefill:
         raise ValueError(
             "seeded requests read in chunks crash on a CPU: build the engine with enable_chunked_prefill=False"

@@ -332,6 +332,25 @@ class TestEpisodes:
         assert [t.token_ids for t in runs[0]] == [t.token_ids for t in runs[1]]
         assert largest_difference(runs[0], model) < TOLERANCE
 
+    def test_an_engine_that_schedules_ahead_gives_the_same(self, engines, checkpoint, model, world, monkeypatch):
+        """As one that TRL has built on a GPU; on a CPU vLLM switches it off."""
+        from vllm.platforms.cpu import CpuPlatform
+
+        tasks, environment = world
+        expected = run_episodes(VLLMPolicy(engines(checkpoint), tools=environment.tools), tasks, environment, SETTINGS)
+        configure = CpuPlatform.check_and_update_config
+
+        def ahead(config):
+            configure(config)
+            config.scheduler_config.async_scheduling = True
+
+        monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(ahead))
+        llm = engines(checkpoint, async_scheduling=True)
+        assert llm.llm_engine.engine_core.engine_core.batch_queue is not None
+        trajectories = run_episodes(VLLMPolicy(llm, tools=environment.tools), tasks, environment, SETTINGS)
+        assert [t.token_ids for t in trajectories] == [t.token_ids for t in expected]
+        assert largest_difference(trajectories, model) < TOLERANCE
+
     def test_more_prompts_than_one_step_can_read(self, engines, checkpoint):
         prompts = [[number + 1, *PROMPTS[0]] for number in range(40)]
         policy = VLLMPolicy(engines(checkpoint, max_num_batched_tokens=1024), temperature=1.0)
@@ -523,7 +542,6 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("section", "name", "value", "reason"),
         [
-            ("scheduler_config", "async_scheduling", True, "async_scheduling=False"),
             ("scheduler_config", "enable_chunked_prefill", True, "enable_chunked_prefill=False"),
             ("parallel_config", "world_size", 2, "in this process"),
         ],
