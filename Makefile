@@ -9,7 +9,7 @@ SEED ?= 0
 # Threads that spin at every barrier make small models ten times slower on a machine that does something else too.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test bench lint format types install install-dev install-vllm test-vllm clean
+.PHONY: demo test bench bench-vllm lint format types install install-dev install-vllm test-vllm clean
 
 demo: install ## the whole road on this machine's CPU; run again, it goes on where it stopped
 	$(BIN)/stacklm-hf demo --out $(OUT) --seed $(SEED)
@@ -19,6 +19,9 @@ test: install-dev ## unit tests, and the real things with a smoke of the whole r
 
 bench: install-dev ## measured claims, as ratios of one run
 	for file in tests/benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+bench-vllm: install-vllm ## the vLLM engine on the CPU, in its own environment
+	$(VLLM_VENV)/bin/python tests/benchmarks/bench_vllm.py
 
 lint: install-dev
 	$(BIN)/ruff check .

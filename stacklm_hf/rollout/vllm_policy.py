@@ -53,7 +53,7 @@ class VLLMPolicy:
     """Samples turns from a vLLM engine in this process.
 
     Args:
-        model: A checkpoint's folder or Hub name, or an `LLM` in this process (`vllm_engine.build_llm` builds one).
+        model: A checkpoint's folder or Hub name, or an `LLM` in this process (`vllm_build.build_llm` builds one).
         tokenizer: Holds the nine control tokens; the checkpoint's own by default.
         tools: Tools of the environment; they make the grammar. None samples without a grammar.
         temperature: 0 for greedy decoding, else from 0.01 to 2.

@@ -26,7 +26,7 @@ from stacklm_hf.modeling.modeling_stack import StackRMSNorm
 from stacklm_hf.protocol.tokens import END, TOOL_CALL, control_ids
 from stacklm_hf.rollout import EpisodeSettings, PolicyError, StepKind, StopReason, TurnRequest, run_episodes
 from stacklm_hf.rollout.transformers_policy import TransformersPolicy
-from stacklm_hf.rollout.vllm_engine import build_llm, close_llm
+from stacklm_hf.rollout.vllm_build import build_llm, close_llm
 from stacklm_hf.rollout.vllm_policy import VLLMPolicy
 from stacklm_hf.worlds.base import Task
 from stacklm_hf.worlds.research import ResearchEnvironment, build_corpus, make_task_pool

@@ -11,7 +11,8 @@ from types import ModuleType
 import pytest
 
 from stacklm_hf.modeling.vllm_plugin import register
-from stacklm_hf.rollout.vllm_engine import EngineThread, build_llm
+from stacklm_hf.rollout.vllm_build import build_llm
+from stacklm_hf.rollout.vllm_engine import EngineThread
 from stacklm_hf.rollout.vllm_policy import VLLMPolicy
 
 
