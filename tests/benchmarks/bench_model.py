@@ -92,7 +92,7 @@ def compare(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
-    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each model and job")
+    parser.add_argument("--repeats", type=int, default=9, help="timed runs of each model and job")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
