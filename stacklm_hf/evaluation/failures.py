@@ -46,15 +46,13 @@ from decimal import Decimal
 from enum import StrEnum
 from typing import NamedTuple
 
-from stacklm_hf.protocol.wire import FORMAT_ERROR, NO_RESULTS, REPEATED_CALL
+from stacklm_hf.protocol.wire import CALC_ERROR, FORMAT_ERROR, NO_RESULTS, REPEATED_CALL, TOOL_ERROR
 from stacklm_hf.rollout.scripted import find_value
 from stacklm_hf.rollout.trajectory import Step, StepKind, StopReason, Trajectory
 from stacklm_hf.verify import is_correct, is_grounded
 from stacklm_hf.worlds.base import Task
 
 CALCULATOR = "calc"
-TOOL_ERROR_PREFIX = "ToolError:"
-CALC_ERROR_PREFIX = "CalcError:"
 COMPARE = "compare"
 
 _NUMBER = r"\d[\d,]*(?:\.\d+)?"
@@ -232,7 +230,7 @@ class _Episode:
             return
         if any(is_correct(self._observation(i), self.gold) for i in self.calculations):
             return
-        valued = [i for i in self.calculations if not self._observation(i).startswith(CALC_ERROR_PREFIX)]
+        valued = [i for i in self.calculations if not self._observation(i).startswith(CALC_ERROR)]
         if not valued:
             yield Fault(self.calculations[0] if self.calculations else self.end, Failure.WRONG_CALCULATION)
         elif self._wrong_numbers(valued[0]):
@@ -290,7 +288,7 @@ def _is_repeat(step: Step) -> bool:
 def _is_refused(step: Step) -> bool:
     """A turn that the harness could not read, or a call that it would not run."""
     observation = step.observation or ""
-    refused = observation == FORMAT_ERROR or observation.startswith(TOOL_ERROR_PREFIX)
+    refused = observation == FORMAT_ERROR or observation.startswith(TOOL_ERROR)
     return step.kind is StepKind.MALFORMED or (step.kind is StepKind.CALL and refused)
 
 

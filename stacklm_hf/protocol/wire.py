@@ -25,6 +25,8 @@ from stacklm_hf.protocol.tokens import ASSISTANT, END, SPECIAL_TOKENS, SYSTEM, T
 
 PREAMBLE = "You are a narrow research assistant. Think, then either call a tool or give a final answer."
 NO_RESULTS = "NoResults"
+CALC_ERROR = "CalcError:"
+TOOL_ERROR = "ToolError:"
 REPEATED_CALL = "RepeatedCall: you already ran this; use the prior result."
 FORMAT_ERROR = "FormatError: emit a valid JSON tool call."
 FORCED_BODY = "Thought: I must answer now.\nAnswer:"

@@ -45,6 +45,13 @@ class TurnRequest:
     last: bool = False
     on_token: Callable[[int], None] | None = None
 
+    def check(self, max_context: int) -> None:
+        """Raises PolicyError unless a model with a context of `max_context` tokens can serve the request."""
+        if not self.token_ids or self.max_new_tokens < 1:
+            raise PolicyError("a turn needs a prompt and a budget of at least one token")
+        if len(self.token_ids) + self.max_new_tokens > max_context:
+            raise PolicyError(f"prompt and budget exceed the model's context of {max_context} tokens")
+
 
 @dataclass
 class TurnOutput:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stacklm_hf.protocol.encoding import encode_untrusted
 from stacklm_hf.protocol.tokens import END, TOOL_CALL, control_ids
-from stacklm_hf.protocol.wire import call_json
+from stacklm_hf.protocol.wire import CALC_ERROR, call_json
 from stacklm_hf.rollout.policy import PolicyError, TurnOutput, TurnRequest
 from stacklm_hf.rollout.trajectory import Step
 from stacklm_hf.worlds.base import Task
@@ -139,7 +139,7 @@ def _expression(task: Task, values: list[str | None]) -> str:
 
 
 def _conclude(task: Task, result: str, choose: Any) -> tuple[str, None, str]:
-    if result.startswith("CalcError"):
+    if result.startswith(CALC_ERROR):
         return "The calculation failed.", None, UNKNOWN
     if task.op != "compare":
         return choose(_DONE), None, result

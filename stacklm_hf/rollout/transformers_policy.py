@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from stacklm_hf.protocol.grammar import TurnGrammar
 from stacklm_hf.protocol.tokens import END, control_ids
-from stacklm_hf.rollout.policy import PolicyError, TurnOutput, TurnRequest
+from stacklm_hf.rollout.policy import TurnOutput, TurnRequest
 from stacklm_hf.rollout.slot_cache import SlotCache, SlotPlan
 from stacklm_hf.tools.spec import ToolSpec
 
@@ -132,10 +132,7 @@ class TransformersPolicy:
 
     async def turn(self, request: TurnRequest) -> TurnOutput:
         """Writes one turn; see `Policy`."""
-        if not request.token_ids or request.max_new_tokens < 1:
-            raise PolicyError("a turn needs a prompt and a budget of at least one token")
-        if len(request.token_ids) + request.max_new_tokens > self.max_context:
-            raise PolicyError(f"prompt and budget exceed the model's context of {self.max_context} tokens")
+        request.check(self.max_context)
         future: asyncio.Future[TurnOutput] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, future))
         if self._driver is None or self._driver.done():

@@ -124,10 +124,7 @@ class VLLMPolicy:
 
     async def turn(self, request: TurnRequest) -> TurnOutput:
         """Writes one turn; see `Policy`."""
-        if not request.token_ids or request.max_new_tokens < 1:
-            raise PolicyError("a turn needs a prompt and a budget of at least one token")
-        if len(request.token_ids) + request.max_new_tokens > self.max_context:
-            raise PolicyError(f"prompt and budget exceed the model's context of {self.max_context} tokens")
+        request.check(self.max_context)
         grammar = self.last_grammar if request.last else self.grammar
         loop = asyncio.get_running_loop()
         turn = _Running(request, loop.create_future(), grammar.matcher() if grammar is not None else None)

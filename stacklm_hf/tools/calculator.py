@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 
+from stacklm_hf.protocol.wire import CALC_ERROR
+
 # The limits together bound the time: at most _MAX_CHARS / 2 operations on numbers of at most _MAX_BITS bits.
 _MAX_CHARS = 1000
 _MAX_EXPONENT = 1000  # A result must lie between 10**-1000 and 10**1000, or be zero.
@@ -89,7 +91,7 @@ def calc(expr: str) -> str:
             raise _CalcFailureError(f"the expression has {len(expr)} characters, at most {_MAX_CHARS} are allowed")
         return _render(_evaluate(expr))
     except _CalcFailureError as failure:
-        return f"CalcError: {failure}"
+        return f"{CALC_ERROR} {failure}"
 
 
 def _evaluate(expr: str) -> _Number:

@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from stacklm_hf.protocol.wire import NO_RESULTS
 from stacklm_hf.tools.calculator import calc
 from stacklm_hf.tools.retrieval import Passage, Retriever
 from stacklm_hf.tools.spec import ToolSpec
-
-NO_RESULTS = "NoResults"
 
 SEARCH_SPEC = ToolSpec(
     name="search",

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from stacklm_hf.protocol.wire import TOOL_ERROR
 from stacklm_hf.tools.schema import check_arguments
 from stacklm_hf.tools.spec import Tool, ToolSpec
 
@@ -76,7 +77,7 @@ def _error(reason: str) -> str:
     line = " ".join(_encodable(reason).split())
     if len(line) > _REASON_CHARS:
         line = line[: _REASON_CHARS - len(_CUT)] + _CUT
-    return f"ToolError: {line}"
+    return f"{TOOL_ERROR} {line}"
 
 
 def _encodable(text: str) -> str:
